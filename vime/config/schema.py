@@ -1,0 +1,336 @@
+"""The run file as one typed, frozen tree. Every value has one home; each part of vime gets its own section only."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """A node of the tree: unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+def _number(value: object) -> object:
+    """YAML 1.1 reads `1e-6` as text; a typed field accepts what a person means by it."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number, not a boolean")
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"expected a number, got {value!r}") from None
+    return value
+
+
+def _whole(value: object) -> object:
+    value = _number(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+def parse_bytes(value: object) -> object:
+    """`1GiB`, `512 MiB`, `64MB` or a plain number of bytes."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().upper().replace("_", "")
+    digits = text.rstrip("BIKMGT ")
+    unit = text[len(digits) :].strip() or "B"
+    if unit not in _UNITS:
+        raise ValueError(f"expected a size such as 512MiB, got {value!r}")
+    try:
+        return int(float(digits) * _UNITS[unit])
+    except ValueError:
+        raise ValueError(f"expected a size such as 512MiB, got {value!r}") from None
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+NonNegative = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Rate = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+
+
+class RunSection(Section):
+    """Where the run writes and what seeds it."""
+
+    dir: Path = Field(description="Directory of the run: resolved.yaml, metrics.jsonl, checkpoints, logs, report.html.")
+    seed: NonNegative = Field(default=0, description="Seeds shuffling, sampling and initialisation.")
+    deterministic: bool = Field(
+        default=True, description="Derive each sampling seed from (seed, prompt, sample, attempt)."
+    )
+
+
+class ModelSection(Section):
+    """The policy."""
+
+    path: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer.")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="None: the platform's default."
+    )
+
+
+class DataSection(Section):
+    """The prompts (or supervised rows) to learn from."""
+
+    path: Path = Field(description="JSONL or parquet file.")
+    input_key: str = Field(default="prompt", description="Column with the prompt: text or a list of messages.")
+    label_key: str | None = Field(
+        default="label", description="Column with the expected answer; null where there is none."
+    )
+    metadata_key: str = Field(default="metadata", description="Column with a mapping handed to graders.")
+    template: str | None = Field(
+        default=None,
+        description="`chat`: the chat template; or a format such as `<s>{prompt}</s>`; null: as is.",
+    )
+    shuffle: bool = Field(default=True, description="Permute the rows of every epoch.")
+    max_prompt_tokens: Count | None = Field(default=None, description="Longer prompts are left out, counted.")
+    on_bad_row: Literal["fail", "skip"] = Field(default="fail", description="What a missing or null field does.")
+
+
+class SamplingSection(Section):
+    """How responses are drawn."""
+
+    temperature: Number = Field(default=1.0, description="Above 0 for training; evaluation may use 0, which is greedy.")
+    top_p: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = 1.0
+    top_k: Whole = Field(default=-1, description="-1: all tokens.")
+    max_response_tokens: Count = 256
+    stop_token_ids: tuple[NonNegative, ...] = Field(default=(), description="Beside the model's own end of sequence.")
+
+    @field_validator("temperature")
+    @classmethod
+    def _finite(cls, value: float) -> float:
+        if math.isnan(value) or value < 0 or math.isinf(value):
+            raise ValueError(f"temperature must be a number >= 0, got {value}")
+        return value
+
+
+class RolloutSection(Section):
+    """Sampling for training: what a batch is and how engines are driven."""
+
+    function: str = Field(
+        default="vime.rollout.vllm_rollout.generate_rollout", description="Replaces the whole rollout."
+    )
+    batch_size: Count = Field(default=32, description="Groups (prompts) in a step.")
+    group_size: Count = Field(default=8, description="Responses to a prompt.")
+    sampling: SamplingSection = SamplingSection()
+    order: Literal["prompt", "completion"] | None = Field(
+        default=None, description="Delivery order; null: prompt at max_staleness 0, else completion."
+    )
+    filter: str | None = Field(
+        default=None, description="Dynamic filter, e.g. `nonzero_std`; dropped groups are replaced."
+    )
+    workers: Count = Field(default=1, description="Rollout worker processes.")
+    request_timeout_s: Seconds = Field(default=600.0, description="Deadline of one request, pauses not counted.")
+    max_retries: NonNegative = Field(
+        default=3, description="Tries after a failure; then the prompt returns to the source."
+    )
+    start_timeout_s: Seconds = Field(default=300.0, description="Deadline for an engine to answer its health check.")
+    vllm: dict[str, Any] = Field(
+        default_factory=dict, description="Passed to the engine: vLLM argument names with underscores."
+    )
+    router: dict[str, Any] = Field(default_factory=dict, description="Passed to vllm-router.")
+
+    @model_validator(mode="after")
+    def _positive_temperature(self) -> RolloutSection:
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "rollout.sampling.temperature must be above 0: training needs the log-probs of a sampled policy"
+            )
+        return self
+
+
+class RewardSection(Section):
+    """How responses are scored."""
+
+    kind: str = Field(default="reasoning_gym", description="Name of a grader, or `module:callable`.")
+    key: str | None = Field(default=None, description="Entry to use when the grader returns a mapping.")
+    timeout_s: Seconds = Field(
+        default=10.0, description="Wall-clock limit of a call; a slower grader is killed and replaced."
+    )
+    workers: Count = Field(default=1, description="Grader processes per rollout worker.")
+
+
+class GrpoSection(Section):
+    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
+
+    kind: Literal["grpo"] = "grpo"
+    clip_low: Rate = 0.2
+    clip_high: Rate = 0.2
+    normalize_std: bool = Field(default=True, description="Divide by the group's unbiased standard deviation.")
+    loss_mean: Literal["rollout", "token"] = Field(
+        default="rollout", description="Over rollouts of token means, or over tokens."
+    )
+    old_log_probs: Literal["rollout", "recompute"] = Field(default="rollout", description="Denominator of the ratio.")
+    flat_groups: Literal["skip", "train"] = Field(
+        default="skip",
+        description="Groups of equal rewards have zero gradient: skip leaves them out, denominators stay.",
+    )
+    entropy_coef: Rate = 0.0
+
+
+class SftSection(Section):
+    """Supervised fine-tuning on the same trainer: masked negative log-likelihood of the labels."""
+
+    kind: Literal["sft"] = "sft"
+    loss_mean: Literal["rollout", "token"] = "token"
+    digits_apart: bool = Field(
+        default=False, description="Encode a label character by character, as a sampler emits digits."
+    )
+
+
+AlgorithmSection = Annotated[GrpoSection | SftSection, Field(discriminator="kind")]
+
+
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
+
+    lr: Rate = 1e-6
+    betas: tuple[Rate, Rate] = (0.9, 0.95)
+    eps: Rate = 1e-8
+    weight_decay: Rate = 0.0
+    clip_grad: Rate = Field(default=1.0, description="Global norm; 0 turns it off.")
+    warmup_steps: NonNegative = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    decay_steps: Count | None = Field(default=None, description="None: the length of the run.")
+    min_lr: Rate = 0.0
+
+
+class TrainerSection(Section):
+    """The Megatron trainer."""
+
+    optimizer: OptimizerSection = OptimizerSection()
+    max_tokens_per_micro_batch: Count = Field(
+        default=8192, description="Strict cap on real tokens in a pack."
+    )
+    updates_per_step: Count = Field(default=1, description="Optimizer steps made from one batch.")
+    log_prob_chunk_tokens: Count = Field(default=1024, description="Rows of logits handled at once.")
+    recompute: Literal["none", "selective", "full"] = "none"
+    threads: Count = Field(default=1, description="Host threads of a trainer rank.")
+    step_timeout_s: Seconds = 1800.0
+    max_restarts: NonNegative = Field(
+        default=2, description="Restarts of the trainer group in one step."
+    )
+    megatron: dict[str, Any] = Field(default_factory=dict, description="Passed to megatron-core's transformer config.")
+
+
+class StopWhen(Section):
+    """Ends a run early once an evaluation metric is reached."""
+
+    metric: str
+    at_least: Number
+
+
+class ScheduleSection(Section):
+    """How long the run is and how far sampling may run ahead."""
+
+    num_steps: Count
+    max_staleness: NonNegative = Field(
+        default=0, description="Steps by which a sample may lag behind; 0 is synchronous."
+    )
+    stop_when: StopWhen | None = None
+
+
+class CheckSchedule(Section):
+    """Checks the first few updates, then every Nth."""
+
+    first: NonNegative = 3
+    every: NonNegative = Field(default=20, description="0: never again.")
+
+
+class ProbeSection(CheckSchedule):
+    """Compares log-probs of fixed tokens between trainer and engine."""
+
+    tolerance: Rate | None = Field(default=None, description="Largest mean absolute difference; None: by dtype.")
+
+
+class WeightsSection(Section):
+    """Weight updates from trainer to engines."""
+
+    update: Literal["drain"] = Field(
+        default="drain", description="New requests wait, running ones finish, then publish."
+    )
+    fingerprint: CheckSchedule = CheckSchedule()
+    probe: ProbeSection = ProbeSection()
+    timeout_s: Seconds = Field(default=120.0, description="Deadline of every wait in an update.")
+
+
+class CheckpointSection(Section):
+    """Saving and resuming."""
+
+    every: NonNegative = Field(default=0, description="Steps between checkpoints; 0: only at the end.")
+    keep: Count = 2
+
+
+class EvaluationSet(Section):
+    """A held-out question set."""
+
+    name: str
+    path: Path
+    num_rows: Count | None = Field(default=None, description="None: all rows.")
+    sampling: SamplingSection = SamplingSection()
+    modes: tuple[Literal["greedy", "sampled"], ...] = ("greedy", "sampled")
+
+
+class EvaluationSection(Section):
+    """When and on what to evaluate."""
+
+    every: NonNegative = Field(default=0, description="Steps between evaluations; 0: only at the start and the end.")
+    at_start: bool = True
+    sets: tuple[EvaluationSet, ...] = ()
+
+
+class ObserveSection(Section):
+    """What is written beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    samples_per_step: NonNegative = Field(default=2, description="Samples kept for the report.")
+
+
+class PluginsSection(Section):
+    """Third-party platforms are code execution: they load only when allowed by name. Deny beats allow."""
+
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+
+
+class Config(Section):
+    """A whole run file."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    schedule: ScheduleSection
+    algorithm: AlgorithmSection = GrpoSection()
+    topology: str | dict[str, Any] = Field(
+        default="cpu-colocate", description="A shipped name, a path or an inline topology."
+    )
+    platform: str = Field(default="auto", description="Fills pools that say `platform: auto`.")
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    trainer: TrainerSection = TrainerSection()
+    weights: WeightsSection = WeightsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    observe: ObserveSection = ObserveSection()
+    plugins: PluginsSection = PluginsSection()

@@ -1,0 +1,92 @@
+"""What hardware there is: devices, nodes, nominal profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Tri(StrEnum):
+    """A fact that may be unknown. Unknown is never read as yes or no."""
+
+    YES = "yes"
+    NO = "no"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, or one virtual slot of a host."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int
+    numa_node: int | None = None
+    pci_bus: str | None = None
+    partition: str | None = None
+    health: str = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """A host memory node and the processors next to it."""
+
+    index: int
+    cpus: tuple[int, ...]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A direct path between two devices of a node, bytes per second in one direction."""
+
+    source: int
+    target: int
+    kind: str
+    bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FabricDomain:
+    """Devices of several nodes that reach each other at scale-up speed."""
+
+    id: str
+    clique: str
+    usable: Tri
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInventory:
+    """One node. `software` maps a process role (trainer, engine, router) to its packages and versions."""
+
+    hostname: str
+    platform: str
+    arch: str
+    devices: tuple[Device, ...]
+    cpus: int
+    memory_bytes: int
+    numa: tuple[NumaNode, ...] = ()
+    links: tuple[Link, ...] = ()
+    fabric: FabricDomain | None = None
+    driver: str | None = None
+    software: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    virtual: bool = False
+    """The devices are slots that a topology creates, not hardware: any number of them may be asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """A nominal device, so that a plan needs no machine. `devices_per_node` is None where the topology decides."""
+
+    name: str
+    platform: str
+    memory_bytes: int
+    devices_per_node: int | None
+    arch: str
+    node_memory_bytes: int
+    domain_devices: int | None = None
+    virtual: bool = False
+    provenance: str = "spec"

@@ -1,0 +1,37 @@
+"""Numbers for the plan, each with where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Provenance(StrEnum):
+    """spec: the vendor says so. measured: seen on such a machine. derived: our arithmetic."""
+
+    SPEC = "spec"
+    MEASURED = "measured"
+    DERIVED = "derived"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number with its unit and source; `value` None is unknown and stays unknown."""
+
+    value: float | None
+    unit: str
+    provenance: Provenance
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PerfTable:
+    """By name: `device_memory`, `host_link`, `scale_up`, `network` (bytes/s), `matmul` (FLOP/s), `memcpy` (bytes/s)."""
+
+    quantities: Mapping[str, Quantity] = field(default_factory=dict)
+
+    def get(self, name: str) -> Quantity:
+        """The quantity, or an explicit unknown."""
+        return self.quantities.get(name, Quantity(None, "", Provenance.UNKNOWN))

@@ -1,0 +1,5 @@
+"""The plugin API: `hookimpl` marks an implementation, `PluginInfo` identifies a plugin, `specs` lists every hook."""
+
+from vime.hooks.markers import API, PluginInfo, hookimpl
+
+__all__ = ["API", "PluginInfo", "hookimpl"]

@@ -1,0 +1,30 @@
+"""The device side of a trainer process, as a platform provides it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class DeviceRuntime(Protocol):
+    """Built by the factory that `vime_trainer_runtime` names, before megatron-core is imported."""
+
+    device_type: str
+
+    def set_device(self, local_index: int) -> None: ...
+
+    def seed(self, seed: int) -> None: ...
+
+    def rng_state(self) -> Any:
+        """The device generator's state; picklable."""
+        ...
+
+    def set_rng_state(self, state: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes: `allocated`, `reserved`, `free`, `total` (whatever the platform knows)."""
+        ...
+
+    def empty_cache(self) -> None: ...

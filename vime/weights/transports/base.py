@@ -1,0 +1,67 @@
+"""The two halves of a transport. The trainer's half runs in trainer ranks, the engine's half in vLLM worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+NamedTensors = Iterable[tuple[str, Any]]
+"""(Hugging Face name, full unsharded tensor) pairs in manifest order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the manifest. `dtype` is torch's short name (`float32`); `offset` counts bytes in a flat segment."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Every tensor that an update carries, agreed before the first update and checked against the engine's model."""
+
+    tensors: tuple[TensorSpec, ...]
+    nbytes: int
+
+
+class TrainerHalf(Protocol):
+    """One per trainer rank that holds weights; rank 0 talks for all.
+
+    `stage` runs before the engines are told to receive, `stream` while they receive. A transport that needs only one of
+    them makes the other a no-op.
+    """
+
+    streams: bool
+
+    def init_info(self) -> Mapping[str, Any]:
+        """JSON for the engines' half: how to reach this one."""
+        ...
+
+    def connect(self) -> None:
+        """Finish the handshake while the engines run their half's `connect`."""
+        ...
+
+    def stage(self, weights: NamedTensors, *, version: str, fingerprint: bool) -> Mapping[str, Any]:
+        """Make the weights readable; return JSON for the engines' `receive`. `fingerprint`: add per-tensor digests."""
+        ...
+
+    def stream(self, weights: NamedTensors) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EngineHalf(Protocol):
+    """One per vLLM worker process."""
+
+    def connect(self, info: Mapping[str, Any]) -> None: ...
+
+    def receive(self, info: Mapping[str, Any]) -> NamedTensors:
+        """Yield the tensors of one update in manifest order. Raises WeightSyncError naming what did not arrive."""
+        ...
+
+    def close(self) -> None: ...
