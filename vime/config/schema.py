@@ -34,7 +34,7 @@ def _whole(value: object) -> object:
     return value
 
 
-_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {
     "B": 1,
     "KIB": 2**10,
     "MIB": 2**20,
@@ -76,18 +76,14 @@ class RunSection(Section):
 
     dir: Path = Field(description="Directory of the run: resolved.yaml, metrics.jsonl, checkpoints, logs, report.html.")
     seed: NonNegative = Field(default=0, description="Seeds shuffling, sampling and initialisation.")
-    deterministic: bool = Field(
-        default=True, description="Derive each sampling seed from (seed, prompt, sample, attempt)."
-    )
+    deterministic: bool = Field(default=True, description="Derive each sampling seed from (seed, prompt, sample, attempt).")
 
 
 class ModelSection(Section):
     """The policy."""
 
     path: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer.")
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="None: the platform's default."
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(default=None, description="None: the platform's default.")
 
 
 class DataSection(Section):
@@ -95,9 +91,7 @@ class DataSection(Section):
 
     path: Path = Field(description="JSONL or parquet file.")
     input_key: str = Field(default="prompt", description="Column with the prompt: text or a list of messages.")
-    label_key: str | None = Field(
-        default="label", description="Column with the expected answer; null where there is none."
-    )
+    label_key: str | None = Field(default="label", description="Column with the expected answer; null where there is none.")
     metadata_key: str = Field(default="metadata", description="Column with a mapping handed to graders.")
     template: str | None = Field(
         default=None,
@@ -128,23 +122,17 @@ class SamplingSection(Section):
 class RolloutSection(Section):
     """Sampling for training: what a batch is and how engines are driven."""
 
-    function: str = Field(
-        default="vime.rollout.vllm_rollout.generate_rollout", description="Replaces the whole rollout."
-    )
+    function: str = Field(default="vime.rollout.vllm_rollout.generate_rollout", description="Replaces the whole rollout.")
     batch_size: Count = Field(default=32, description="Groups (prompts) in a step.")
     group_size: Count = Field(default=8, description="Responses to a prompt.")
     sampling: SamplingSection = SamplingSection()
     order: Literal["prompt", "completion"] | None = Field(
         default=None, description="Delivery order; null: prompt at max_staleness 0, else completion."
     )
-    filter: str | None = Field(
-        default=None, description="Dynamic filter, e.g. `nonzero_std`; dropped groups are replaced."
-    )
+    filter: str | None = Field(default=None, description="Dynamic filter, e.g. `nonzero_std`; dropped groups are replaced.")
     workers: Count = Field(default=1, description="Rollout worker processes.")
     request_timeout_s: Seconds = Field(default=600.0, description="Deadline of one request, pauses not counted.")
-    max_retries: NonNegative = Field(
-        default=3, description="Tries after a failure; then the prompt returns to the source."
-    )
+    max_retries: NonNegative = Field(default=3, description="Tries after a failure; then the prompt returns to the source.")
     start_timeout_s: Seconds = Field(default=300.0, description="Deadline for an engine to answer its health check.")
     vllm: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the engine: vLLM argument names with underscores."
@@ -154,9 +142,7 @@ class RolloutSection(Section):
     @model_validator(mode="after")
     def _positive_temperature(self) -> RolloutSection:
         if self.sampling.temperature == 0:
-            raise ValueError(
-                "rollout.sampling.temperature must be above 0: training needs the log-probs of a sampled policy"
-            )
+            raise ValueError("rollout.sampling.temperature must be above 0: training needs the log-probs of a sampled policy")
         return self
 
 
@@ -165,9 +151,7 @@ class RewardSection(Section):
 
     kind: str = Field(default="reasoning_gym", description="Name of a grader, or `module:callable`.")
     key: str | None = Field(default=None, description="Entry to use when the grader returns a mapping.")
-    timeout_s: Seconds = Field(
-        default=10.0, description="Wall-clock limit of a call; a slower grader is killed and replaced."
-    )
+    timeout_s: Seconds = Field(default=10.0, description="Wall-clock limit of a call; a slower grader is killed and replaced.")
     workers: Count = Field(default=1, description="Grader processes per rollout worker.")
 
 
@@ -194,9 +178,7 @@ class SftSection(Section):
 
     kind: Literal["sft"] = "sft"
     loss_mean: Literal["rollout", "token"] = "token"
-    digits_apart: bool = Field(
-        default=False, description="Encode a label character by character, as a sampler emits digits."
-    )
+    digits_apart: bool = Field(default=False, description="Encode a label character by character, as a sampler emits digits.")
 
 
 AlgorithmSection = Annotated[GrpoSection | SftSection, Field(discriminator="kind")]
@@ -220,17 +202,13 @@ class TrainerSection(Section):
     """The Megatron trainer."""
 
     optimizer: OptimizerSection = OptimizerSection()
-    max_tokens_per_micro_batch: Count = Field(
-        default=8192, description="Strict cap on real tokens in a pack."
-    )
+    max_tokens_per_micro_batch: Count = Field(default=8192, description="Strict cap on real tokens in a pack.")
     updates_per_step: Count = Field(default=1, description="Optimizer steps made from one batch.")
     log_prob_chunk_tokens: Count = Field(default=1024, description="Rows of logits handled at once.")
     recompute: Literal["none", "selective", "full"] = "none"
     threads: Count = Field(default=1, description="Host threads of a trainer rank.")
     step_timeout_s: Seconds = 1800.0
-    max_restarts: NonNegative = Field(
-        default=2, description="Restarts of the trainer group in one step."
-    )
+    max_restarts: NonNegative = Field(default=2, description="Restarts of the trainer group in one step.")
     megatron: dict[str, Any] = Field(default_factory=dict, description="Passed to megatron-core's transformer config.")
 
 
@@ -245,9 +223,7 @@ class ScheduleSection(Section):
     """How long the run is and how far sampling may run ahead."""
 
     num_steps: Count
-    max_staleness: NonNegative = Field(
-        default=0, description="Steps by which a sample may lag behind; 0 is synchronous."
-    )
+    max_staleness: NonNegative = Field(default=0, description="Steps by which a sample may lag behind; 0 is synchronous.")
     stop_when: StopWhen | None = None
 
 
@@ -267,9 +243,7 @@ class ProbeSection(CheckSchedule):
 class WeightsSection(Section):
     """Weight updates from trainer to engines."""
 
-    update: Literal["drain"] = Field(
-        default="drain", description="New requests wait, running ones finish, then publish."
-    )
+    update: Literal["drain"] = Field(default="drain", description="New requests wait, running ones finish, then publish.")
     fingerprint: CheckSchedule = CheckSchedule()
     probe: ProbeSection = ProbeSection()
     timeout_s: Seconds = Field(default=120.0, description="Deadline of every wait in an update.")
@@ -322,9 +296,7 @@ class Config(Section):
     data: DataSection
     schedule: ScheduleSection
     algorithm: AlgorithmSection = GrpoSection()
-    topology: str | dict[str, Any] = Field(
-        default="cpu-colocate", description="A shipped name, a path or an inline topology."
-    )
+    topology: str | dict[str, Any] = Field(default="cpu-colocate", description="A shipped name, a path or an inline topology.")
     platform: str = Field(default="auto", description="Fills pools that say `platform: auto`.")
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
