@@ -1,0 +1,147 @@
+"""The plan: where every role sits and every hook's answer for it. Made by pure functions, read by assembly and by people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from vime.facts.bindings import RayBinding
+from vime.facts.capabilities import Capabilities
+from vime.facts.collectives import CollectiveSpec, GroupRequest
+from vime.facts.inventory import DeviceProfile, NodeInventory
+from vime.facts.memory import EngineSleep, MemoryBackend, NullMemory
+from vime.facts.model import ModelShape
+from vime.facts.perf import PerfTable
+from vime.facts.process import EnvValue, MegatronAdaptation, RoleRequest, TrainerRuntime, VllmDefaults
+from vime.facts.transports import Edge, Side, TransportOffer
+
+
+class PlatformAnswers(Protocol):
+    """One lineage's hooks as typed methods; `vime.platforms.lineage.Platform` is the real one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def lineage(self) -> tuple[str, ...]: ...
+    def profiles(self) -> tuple[DeviceProfile, ...]: ...
+    def capabilities(self, inventory: NodeInventory) -> Capabilities: ...
+    def ray_binding(self, inventory: NodeInventory) -> RayBinding: ...
+    def process_env(self, request: RoleRequest) -> Mapping[str, EnvValue]: ...
+    def trainer_runtime(self, request: RoleRequest) -> TrainerRuntime: ...
+    def megatron_adapt(self, request: RoleRequest, model: ModelShape) -> MegatronAdaptation: ...
+    def vllm_defaults(self, request: RoleRequest) -> VllmDefaults: ...
+    def collective(self, request: RoleRequest, group: GroupRequest) -> CollectiveSpec: ...
+    def memory_backend(self, request: RoleRequest) -> MemoryBackend | NullMemory: ...
+    def engine_sleep(self, request: RoleRequest) -> EngineSleep: ...
+    def transports(self, edge: Edge, side: Side) -> tuple[TransportOffer, ...]: ...
+    def perf_model(self, inventory: NodeInventory) -> PerfTable: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """One pool of devices: its platform and nodes."""
+
+    name: str
+    platform: str
+    inventories: tuple[NodeInventory, ...]
+    capabilities: Capabilities
+    binding: RayBinding
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPlan:
+    """A training role, one rank a slot of `request.placement`."""
+
+    pool: str
+    request: RoleRequest
+    runtime: TrainerRuntime
+    adaptation: MegatronAdaptation
+    collective: CollectiveSpec
+    memory: MemoryBackend | NullMemory
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One engine of a rollout role."""
+
+    index: int
+    pool: str
+    request: RoleRequest
+    defaults: VllmDefaults
+    sleep: EngineSleep
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A transport that was not chosen, and why."""
+
+    protocol: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransportPlan:
+    """The transport of an edge. `seconds` is the estimate for a full update, None where a rate is unknown."""
+
+    edge: Edge
+    trainer: TransportOffer
+    engine: TransportOffer
+    seconds: float | None
+    provenance: str
+    rejected: tuple[Rejection, ...]
+    buffer_bytes: int
+
+    @property
+    def protocol(self) -> str:
+        return self.trainer.protocol
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Bytes per device of one tag of one role in one phase (`serving`, `training`, `updating`)."""
+
+    pool: str
+    role: str
+    tag: str
+    phase: str
+    num_bytes: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    rows: tuple[MemoryRow, ...]
+    capacity_bytes: Mapping[str, int]
+    reserve_bytes: int
+    host_bytes_per_node: int
+
+    def phase_bytes(self, pool: str, phase: str) -> int:
+        """Sum over roles and tags of one device of a pool."""
+        return sum(r.num_bytes for r in self.rows if r.pool == pool and r.phase == phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that assembly needs. `shared` is true when trainer and engines time-share devices (colocated)."""
+
+    topology: str
+    model: ModelShape
+    dtype: str
+    pools: tuple[PoolPlan, ...]
+    actor: TrainerPlan
+    engines: tuple[EnginePlan, ...]
+    shared: bool
+    residency: str | None
+    transport: TransportPlan | None
+    memory: MemoryPlan
+    perf: Mapping[str, PerfTable]
+    start_timeout_s: float
+    notes: tuple[str, ...] = ()
+
+
+def pool_of(pools: Iterable[PoolPlan], name: str) -> PoolPlan:
+    """The pool by name. Raises KeyError."""
+    return {p.name: p for p in pools}[name]
