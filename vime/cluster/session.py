@@ -1,0 +1,147 @@
+"""The Ray session of a run: a local cluster that vime starts and ends, or one joined by address that it never stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vime.cluster.guardian import guardian_command
+from vime.errors import PlacementError
+
+LOOPBACK = "127.0.0.1"
+_SESSION_ENV = {
+    # Ray replaces 127.0.0.1 by an outside address unless clusters are switched off; the variable's name is Ray's.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
+
+
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without proxies: what vime starts talks to loopback only."""
+    kept = {k: v for k, v in os.environ.items() if k.lower() not in _PROXIES}
+    return {**kept, "NO_PROXY": f"{LOOPBACK},localhost", "no_proxy": f"{LOOPBACK},localhost", **(extra or {})}
+
+
+class RaySession:
+    """Starts or joins a cluster and connects this process to it."""
+
+    def __init__(self, *, resources: Mapping[str, float], address: str | None = None, log_dir: Path, run_id: str) -> None:
+        self._resources = dict(resources)
+        self._address = address
+        self._log_dir = log_dir
+        self._run_id = run_id
+        self._head: subprocess.Popen[bytes] | None = None
+        self._temp: Path | None = None
+
+    def start(self, *, timeout_s: float = 60.0) -> None:
+        """Connect; a local head is started first when no address was given. Raises PlacementError."""
+        os.environ.update(_SESSION_ENV)
+        for name in [n for n in os.environ if n.lower() in _PROXIES]:
+            del os.environ[name]
+        address = self._address or self._start_head()
+        import ray
+
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                ray.init(address=address, logging_level="ERROR", log_to_driver=False, namespace=f"vime-{self._run_id}")
+                return
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                self._check_head(address)
+                if time.monotonic() > deadline:
+                    raise PlacementError(
+                        f"no Ray cluster answered at {address} within {timeout_s:.0f} s: {error}",
+                        fix="check the address, or leave it out to start a local cluster",
+                    ) from error
+                time.sleep(0.1)
+
+    def _start_head(self) -> str:
+        port = _free_port()
+        self._temp = Path(tempfile.mkdtemp(prefix="vime-ray-"))
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        command = [
+            *guardian_command(segments=f"vime-{self._run_id}"),
+            str(Path(sys.executable).with_name("ray")),
+            "start",
+            "--head",
+            "--block",
+            f"--node-ip-address={LOOPBACK}",
+            f"--port={port}",
+            "--include-dashboard=false",
+            f"--ray-client-server-port={_free_port()}",
+            f"--dashboard-agent-listen-port={_free_port()}",
+            f"--num-cpus={os.cpu_count() or 1}",
+            "--num-gpus=0",
+            f"--resources={json.dumps(self._resources)}",
+            f"--object-store-memory={128 << 20}",
+            f"--temp-dir={self._temp}",
+            "--disable-usage-stats",
+        ]
+        with (self._log_dir / "ray.log").open("wb") as log:
+            self._head = subprocess.Popen(
+                command,
+                env=clean_environment(_SESSION_ENV),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return f"{LOOPBACK}:{port}"
+
+    def _check_head(self, address: str) -> None:
+        if self._head is not None and self._head.poll() is not None:
+            tail = (self._log_dir / "ray.log").read_text(errors="replace")[-2000:]
+            raise PlacementError(f"Ray did not start at {address}: {tail}", fix="read ray.log in the run's logs folder")
+
+    def require(self, demand: Mapping[str, float]) -> None:
+        """Refuse at once what the cluster can never hold, with what is asked and what each node has."""
+        import ray
+
+        total = ray.cluster_resources()
+        short = {name: amount for name, amount in demand.items() if amount > total.get(name, 0.0)}
+        if not short:
+            return
+        asked = ", ".join(f"{amount:g} x {name} (the cluster has {total.get(name, 0.0):g})" for name, amount in short.items())
+        nodes = "; ".join(f"{n['NodeManagerAddress']}: {_devices(n['Resources'])}" for n in ray.nodes() if n["Alive"])
+        raise PlacementError(
+            f"the topology asks for {asked}; nodes: {nodes}",
+            fix="use a smaller topology, add nodes, or start the nodes with the resource names above",
+        )
+
+    def close(self) -> None:
+        """Disconnect; end the local head and everything below it."""
+        import ray
+
+        ray.shutdown()
+        if self._head is not None and self._head.poll() is None:
+            self._head.send_signal(signal.SIGTERM)
+            try:
+                self._head.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._head.pid, signal.SIGKILL)
+        if self._temp is not None:
+            shutil.rmtree(self._temp, ignore_errors=True)
+
+
+def _devices(resources: Mapping[str, Any]) -> str:
+    skip = ("node:", "memory", "object_store_memory")
+    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items()) if not name.startswith(skip))
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind((LOOPBACK, 0))
+        return s.getsockname()[1]

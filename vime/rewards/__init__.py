@@ -1,0 +1,1 @@
+"""Graders, one per file, and the processes that run them."""

@@ -1,0 +1,155 @@
+"""Child processes: one session each, a log file, a clean environment, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from vime.errors import EngineError
+
+PROXY_VARIABLES = frozenset({"http_proxy", "https_proxy", "all_proxy", "ftp_proxy", "no_proxy"})
+NO_PROXY = "127.0.0.1,localhost"
+_TAIL_BYTES = 256 * 1024
+_POLL_S = 0.02
+
+
+def child_env(extra: Mapping[str, str], base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a child: `base` (this process's by default) without proxies and Ray's variables, then `extra`."""
+    source = os.environ if base is None else base
+    kept = {k: v for k, v in source.items() if k.lower() not in PROXY_VARIABLES and not k.startswith("RAY_")}
+    return {**kept, "NO_PROXY": NO_PROXY, "no_proxy": NO_PROXY, **extra}
+
+
+def group_members(group: int) -> list[int]:
+    """The living processes (zombies left out) of a process group."""
+    members: list[int] = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process.pid)
+        except (ProcessLookupError, PermissionError, psutil.Error):
+            continue
+    return members
+
+
+class Child:
+    """A process started by vime, leader of its own session and process group.
+
+    `command_prefix` goes before the command (a guardian that ends the group when its owner is gone). With one, the
+    child's standard input is a pipe that stays open as long as this process lives, so that the guardian can wait on it.
+    The prefix must keep the command in the group that it is started in.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        log_path: Path,
+        env: Mapping[str, str],
+        command_prefix: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self.command = (*command_prefix, *command)
+        self.log_path = Path(log_path)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        stdin = subprocess.PIPE if command_prefix else subprocess.DEVNULL
+        with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
+            try:
+                self._process = subprocess.Popen(
+                    self.command, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True
+                )
+            except OSError as error:
+                raise EngineError(f"{name} cannot be started: {error}", where=self.command[0]) from error
+        self.group = self._process.pid
+
+    @property
+    def pid(self) -> int:
+        """Of the group's leader: the command, or its prefix."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def exit_text(self) -> str:
+        """How it ended, for messages: `exit code 1`, `signal SIGKILL`, `running`."""
+        code = self._process.poll()
+        if code is None:
+            return "running"
+        if code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+    def log_text(self) -> str:
+        """What this process (not an earlier one with the same log) wrote, the last 256 KiB of it."""
+        with contextlib.suppress(FileNotFoundError), self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - _TAIL_BYTES))
+            return log.read().decode("utf-8", errors="replace")
+        return ""
+
+    def log_tail(self, lines: int = 20) -> str:
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+    def stop(self, grace_s: float = 15.0) -> float:
+        """End the process and its whole group; return the seconds it took.
+
+        SIGTERM goes to the leader, which ends its own children in order; whatever is left of the group (or of the
+        leader's descendants, should one have left it) after `grace_s` is killed. Safe to call again.
+        """
+        started = time.monotonic()
+        family = self._descendants()
+        if self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, signal.SIGCONT)
+        deadline = started + grace_s
+        if not self._gone_by(deadline, family):
+            self._kill(family)
+            self._gone_by(time.monotonic() + 5.0, family)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        return time.monotonic() - started
+
+    def _descendants(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.pid).children(recursive=True) if self.alive() else []
+        except psutil.Error:
+            return []
+
+    def _gone_by(self, deadline: float, family: Sequence[psutil.Process]) -> bool:
+        return _wait(lambda: not self.alive() and not group_members(self.group) and not any(map(_runs, family)), deadline)
+
+    def _kill(self, family: Sequence[psutil.Process]) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.group, signal.SIGKILL)
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _wait(done: Callable[[], bool], deadline: float) -> bool:
+    while not done():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,244 @@
+"""What a rollout worker process does: sample groups through the router, score them, evaluate. No Ray in here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from vime.config.schema import DataSection, EvaluationSet, RewardSection, RolloutSection, SamplingSection
+from vime.data.prompts import PromptTable, read_prompts
+from vime.errors import RolloutError, VimeError
+from vime.rewards.workers import GradeJob, GraderPool
+from vime.rollout.client import GenerateClient, Generation, RetryableError
+from vime.rollout.filters import Filter, load_filter
+from vime.rollout.sampling import sampling_params, seed_for
+from vime.rollout.turns import Turns
+from vime.types import Prompt, PromptId, Sample, SampleStatus
+
+LINGER_S = 0.03
+"""How long a finished group waits for others before it is handed over: each hand-over costs a call."""
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """Everything a rollout worker needs to know. `samples_file` None: no samples are kept for reading."""
+
+    seed: int
+    model_path: Path
+    data: DataSection
+    rollout: RolloutSection
+    reward: RewardSection
+    evaluation: tuple[EvaluationSet, ...] = ()
+    api_key: str | None = None
+    samples_file: Path | None = None
+    samples_per_step: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What the driver needs of the data: how many rows, which set, and the rows left out with the reason."""
+
+    num_rows: int
+    identity: str
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One submitted prompt's end: scored samples, or the reason there are none.
+
+    `dropped` is the dynamic filter's reason (the group is complete but not wanted); `failure` asks for the prompt to be
+    generated again.
+    """
+
+    prompt: PromptId
+    samples: tuple[Sample, ...] = ()
+    dropped: str | None = None
+    failure: str | None = None
+    counts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Means over the scored rows of one set in one mode. Rows whose grader failed are counted, not scored."""
+
+    mean_reward: float
+    num_rows: int
+    num_errors: int
+    mean_response_tokens: float
+    truncated_ratio: float
+
+
+class RolloutWorker:
+    """Holds the HTTP client, the prompts, the tokenizer and the grader pool of one process."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._turns = Turns()
+        self._done: asyncio.Queue[Outcome] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._filter: Filter | None = load_filter(setup.rollout.filter)
+        self._client: GenerateClient | None = None
+        self._sets: dict[str, PromptTable] = {}
+
+    async def start(self) -> WorkerInfo:
+        """Read the data and start the graders. Raises DataError or RewardError."""
+        from vime.data.templates import load_tokenizer
+
+        setup = self._setup
+        self._tokenizer = load_tokenizer(setup.model_path)
+        self._prompts = read_prompts(setup.data, self._tokenizer)
+        for held_out in setup.evaluation:
+            section = setup.data.model_copy(update={"path": held_out.path, "shuffle": False})
+            self._sets[held_out.name] = read_prompts(section, self._tokenizer)
+        reward = setup.reward
+        self._graders = GraderPool(reward.kind, workers=reward.workers, timeout_s=reward.timeout_s, key=reward.key)
+        return WorkerInfo(len(self._prompts.rows), self._prompts.identity, self._prompts.skipped)
+
+    async def connect(self, url: str) -> None:
+        """Send requests to `url` from now on (the router)."""
+        if self._client is not None:
+            await self._client.close()
+        self._client = GenerateClient(url, self._setup.api_key, timeout_s=self._setup.rollout.request_timeout_s)
+
+    async def submit(self, prompts: Sequence[PromptId]) -> None:
+        """Start sampling these groups; their outcomes come from `finished`."""
+        for prompt in prompts:
+            task = asyncio.create_task(self._run_group(prompt))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def finished(self) -> tuple[Outcome, ...]:
+        """Wait for at least one outcome and return all there are."""
+        first = await self._done.get()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LINGER_S)
+        return (first, *(self._done.get_nowait() for _ in range(self._done.qsize())))
+
+    async def pause(self) -> None:
+        """Return once running requests have finished; new ones wait until `resume`."""
+        await self._turns.acquire_exclusive()
+
+    async def resume(self) -> None:
+        self._turns.release_exclusive()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+        await self._graders.close()
+
+    # ---- one group
+
+    async def _run_group(self, prompt_id: PromptId) -> None:
+        try:
+            outcome = await self._sample_group(prompt_id)
+        except VimeError as error:
+            outcome = Outcome(prompt_id, failure=str(error))
+        self._done.put_nowait(outcome)
+
+    async def _sample_group(self, prompt_id: PromptId) -> Outcome:
+        rollout, prompt = self._setup.rollout, self._prompts.rows[prompt_id.row]
+        size = rollout.group_size
+        seed = seed_for(self._setup.seed, prompt_id.group, prompt_id.attempt, group_size=size)
+        generation = await self._generate(prompt, rollout.sampling, n=size, seed=seed, request_id=f"g{prompt_id.group}")
+        samples, counts = await self._score(prompt, generation)
+        if len(samples) < size:
+            return Outcome(prompt_id, dropped="unscored_sample", counts=counts)
+        self._keep_for_reading(prompt_id, prompt, samples)
+        reason = self._filter(samples) if self._filter is not None else None
+        return Outcome(prompt_id, samples, dropped=reason, counts=counts)
+
+    async def _generate(
+        self, prompt: Prompt, sampling: SamplingSection, *, n: int, seed: int | None, request_id: str
+    ) -> Generation:
+        """One request, retried while its engine is away. The turn is held per try, so a pause is not held up by a retry."""
+        if self._client is None:
+            raise RolloutError(
+                "the rollout worker has no router to send to", fix="this is a fault in vime: connect() comes first"
+            )
+        params = sampling_params(sampling)
+        for attempt in range(self._setup.rollout.max_retries + 1):
+            try:
+                async with self._turns.rollout():
+                    return await self._client.generate(prompt.token_ids, n=n, params=params, seed=seed, request_id=request_id)
+            except RetryableError:
+                if attempt == self._setup.rollout.max_retries:
+                    raise
+                await asyncio.sleep(0.2 * 2**attempt)
+        raise AssertionError("unreachable")
+
+    async def _score(self, prompt: Prompt, generation: Generation) -> tuple[tuple[Sample, ...], dict[str, float]]:
+        """Turn choices into samples with rewards; a sample that cannot be scored is left out and counted."""
+        samples = [
+            Sample(
+                index=c.index,
+                prompt_ids=prompt.token_ids,
+                response_ids=c.token_ids,
+                log_probs=c.log_probs,
+                loss_mask=(1,) * len(c.token_ids),
+                status=c.finish,
+                versions=c.spans,
+                text=self._tokenizer.decode(c.token_ids),
+            )
+            for c in generation.choices
+        ]
+        jobs = [
+            GradeJob(s.text, prompt.label, prompt.task, prompt.metadata, s.status is SampleStatus.COMPLETED) for s in samples
+        ]
+        outcomes = await self._graders.score(jobs)
+        counts: dict[str, float] = {}
+        scored: list[Sample] = []
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            if outcome.reward is None:
+                name = "reward/grader_timeout" if outcome.timed_out else "reward/grader_error"
+                counts[name] = counts.get(name, 0) + 1
+                continue
+            scored.append(replace(sample, reward=outcome.reward))
+        return tuple(scored), counts
+
+    def _keep_for_reading(self, prompt_id: PromptId, prompt: Prompt, samples: Sequence[Sample]) -> None:
+        position = prompt_id.group % self._setup.rollout.batch_size
+        if self._setup.samples_file is None or position >= self._setup.samples_per_step:
+            return
+        sample = samples[0]
+        row = {
+            "step": prompt_id.group // self._setup.rollout.batch_size + 1,
+            "prompt": prompt.text,
+            "response": sample.text,
+            "reward": sample.reward,
+            "label": prompt.label,
+            "version": str(sample.versions[0].version) if sample.versions else None,
+        }
+        with self._setup.samples_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    # ---- evaluation
+
+    async def evaluate(self, name: str, mode: str) -> EvaluationResult:
+        """Answer every row of a held-out set once, greedily or sampled, and grade it."""
+        held_out = next(s for s in self._setup.evaluation if s.name == name)
+        sampling = held_out.sampling.model_copy(update={"temperature": 0.0}) if mode == "greedy" else held_out.sampling
+        rows = self._sets[name].rows[: held_out.num_rows]
+        pairs = await asyncio.gather(*(self._evaluate_row(row, sampling, mode) for row in rows))
+        scored = [sample for samples, _ in pairs for sample in samples]
+        lengths = [len(s.response_ids) for s in scored]
+        return EvaluationResult(
+            mean_reward=sum(s.reward or 0.0 for s in scored) / len(scored) if scored else float("nan"),
+            num_rows=len(scored),
+            num_errors=len(rows) - len(scored),
+            mean_response_tokens=sum(lengths) / len(scored) if scored else float("nan"),
+            truncated_ratio=sum(s.status is SampleStatus.TRUNCATED for s in scored) / max(1, len(scored)),
+        )
+
+    async def _evaluate_row(
+        self, row: Prompt, sampling: SamplingSection, mode: str
+    ) -> tuple[tuple[Sample, ...], dict[str, float]]:
+        seed = None if mode == "greedy" else seed_for(self._setup.seed, row.row, 0, group_size=1)
+        generation = await self._generate(row, sampling, n=1, seed=seed, request_id=f"e-{mode}-{row.row}")
+        return await self._score(row, generation)

@@ -1,0 +1,1 @@
+"""Public helpers for tests: roles in memory, tiny models, the conformance kit."""

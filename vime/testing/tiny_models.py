@@ -1,0 +1,46 @@
+"""Tiny random models for tests: built in milliseconds, loadable by transformers, vLLM and the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from vime.data.tiny_model import Qwen3Shape, byte_tokenizer, save_qwen3, save_tokenizer
+from vime.errors import DataError
+
+
+class Qwen3Sizes(TypedDict, total=False):
+    """See `vime.data.tiny_model.Qwen3Shape`; what is left out keeps the value there."""
+
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    max_positions: int
+    init_std: float
+
+
+def make_tiny_qwen3(directory: str | Path, *, seed: int = 0, tied: bool = True, **sizes: Unpack[Qwen3Sizes]) -> Path:
+    """Write a random float32 Qwen3 with a byte-level tokenizer of 260 entries, and return its folder.
+
+    Special tokens: `<|pad|>` 0, `<|im_start|>` 1, `<|sep|>` 2, `<|im_end|>` 3 (end of sequence). The vocabulary is
+    padded to 320 unless `vocab_size` says otherwise. The same arguments give the same bytes.
+
+    Raises:
+        DataError: `vocab_size` is smaller than the tokenizer.
+    """
+    folder = Path(directory)
+    tokenizer = byte_tokenizer()
+    shape = Qwen3Shape(tied=tied, **({"vocab_size": 320, "init_std": 0.05} | sizes))
+    assert shape.vocab_size is not None
+    if shape.vocab_size < tokenizer.get_vocab_size():
+        raise DataError(
+            f"vocab_size {shape.vocab_size} is smaller than the byte tokenizer's {tokenizer.get_vocab_size()} entries",
+            fix="use 260 or more",
+        )
+    save_tokenizer(tokenizer, folder, max_length=shape.max_positions)
+    save_qwen3(folder, shape, vocab_size=shape.vocab_size, seed=seed)
+    return folder
