@@ -6,69 +6,9 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-class Section(BaseModel):
-    """A node of the tree: unknown keys are errors, values are frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
-
-
-def _number(value: object) -> object:
-    """YAML 1.1 reads `1e-6` as text; a typed field accepts what a person means by it."""
-    if isinstance(value, bool):
-        raise ValueError("expected a number, not a boolean")
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"expected a number, got {value!r}") from None
-    return value
-
-
-def _whole(value: object) -> object:
-    value = _number(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
-_UNITS = {
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
-
-
-def parse_bytes(value: object) -> object:
-    """`1GiB`, `512 MiB`, `64MB` or a plain number of bytes."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip().upper().replace("_", "")
-    digits = text.rstrip("BIKMGT ")
-    unit = text[len(digits) :].strip() or "B"
-    if unit not in _UNITS:
-        raise ValueError(f"expected a size such as 512MiB, got {value!r}")
-    try:
-        return int(float(digits) * _UNITS[unit])
-    except ValueError:
-        raise ValueError(f"expected a size such as 512MiB, got {value!r}") from None
-
-
-Number = Annotated[float, BeforeValidator(_number)]
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-NonNegative = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Rate = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
-Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+from vime.yamltree import Count, NonNegative, Number, Rate, Seconds, Section, Whole
 
 
 class RunSection(Section):
@@ -106,7 +46,7 @@ class SamplingSection(Section):
     """How responses are drawn."""
 
     temperature: Number = Field(default=1.0, description="Above 0 for training; evaluation may use 0, which is greedy.")
-    top_p: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     top_k: Whole = Field(default=-1, description="-1: all tokens.")
     max_response_tokens: Count = 256
     stop_token_ids: tuple[NonNegative, ...] = Field(default=(), description="Beside the model's own end of sequence.")

@@ -1,4 +1,4 @@
-"""Builds tiny, randomly initialised Qwen3 folders in Hugging Face format, tokenizer included. Needs neither torch nor transformers."""
+"""Builds tiny random Qwen3 folders in Hugging Face format, tokenizer included; needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Qwen3Shape:
-    """Sizes of a dense Qwen3. `vocab_size` None: as many as the tokenizer has.
+    """Sizes of a dense Qwen3.
 
     vLLM's host attention accepts a `head_dim` of 32 or 64 (16 and 24 are refused).
     """
 
-    vocab_size: int | None = None
+    vocab_size: int
     hidden: int = 64
     layers: int = 2
     heads: int = 4
@@ -103,7 +103,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_length: int = 2
     _write_json(directory / "tokenizer_config.json", config)
 
 
-def save_qwen3(directory: Path, shape: Qwen3Shape, *, vocab_size: int, seed: int = 0) -> int:
+def save_qwen3(directory: Path, shape: Qwen3Shape, *, seed: int = 0) -> int:
     """Write `config.json`, `generation_config.json` and `model.safetensors` (float32). Returns the number of parameters.
 
     Matrices are normal with `init_std`, norms are ones, as in the family's own initialisation.
@@ -113,14 +113,14 @@ def save_qwen3(directory: Path, shape: Qwen3Shape, *, vocab_size: int, seed: int
     except ImportError as error:
         raise DataError("building a model folder needs safetensors and numpy", fix="pip install 'vime[train]'") from error
     directory.mkdir(parents=True, exist_ok=True)
-    weights = _qwen3_weights(shape, vocab_size, seed)
+    weights = _qwen3_weights(shape, seed)
     save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
-    _write_json(directory / "config.json", _qwen3_config(shape, vocab_size))
+    _write_json(directory / "config.json", _qwen3_config(shape))
     _write_json(directory / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
     return sum(int(w.size) for w in weights.values())
 
 
-def _qwen3_weights(shape: Qwen3Shape, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+def _qwen3_weights(shape: Qwen3Shape, seed: int) -> dict[str, np.ndarray]:
     import numpy as np
 
     generator = np.random.default_rng(seed)
@@ -132,7 +132,7 @@ def _qwen3_weights(shape: Qwen3Shape, vocab_size: int, seed: int) -> dict[str, n
         return np.ones(size, dtype=np.float32)
 
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    weights = {"model.embed_tokens.weight": matrix(vocab_size, hidden)}
+    weights = {"model.embed_tokens.weight": matrix(shape.vocab_size, hidden)}
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         weights |= {
@@ -150,15 +150,15 @@ def _qwen3_weights(shape: Qwen3Shape, vocab_size: int, seed: int) -> dict[str, n
         }
     weights["model.norm.weight"] = ones(hidden)
     if not shape.tied:
-        weights["lm_head.weight"] = matrix(vocab_size, hidden)
+        weights["lm_head.weight"] = matrix(shape.vocab_size, hidden)
     return weights
 
 
-def _qwen3_config(shape: Qwen3Shape, vocab_size: int) -> dict[str, Any]:
+def _qwen3_config(shape: Qwen3Shape) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": vocab_size,
+        "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn,
         "num_hidden_layers": shape.layers,

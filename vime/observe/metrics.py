@@ -117,6 +117,20 @@ def find(name: str) -> Metric | None:
     return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
 
 
+def eval_score(name: str) -> tuple[str, str] | None:
+    """Set and mode (empty: the set has one mode) of a metric that is a mean reward of an evaluation; None for others."""
+    section, *parts = name.split("/")
+    if section != "eval" or "-" in parts[-1] or parts == ["step"]:
+        return None
+    match parts:
+        case [dataset]:
+            return dataset, ""
+        case [dataset, "greedy" | "sampled" as mode]:
+            return dataset, mode
+        case _:
+            return None
+
+
 def as_number(value: Any) -> Number | None:
     """A plain int or float from a bool, an int, a float or any scalar with `item()`; None for anything else."""
     if value.__class__ is float or value.__class__ is int:

@@ -17,6 +17,10 @@ SAVE: Final = "save"
 EVALUATE: Final = "evaluate"
 OTHER: Final = "other"
 WALL: Final = "wall"
+START: Final = "start"
+
+LOOP_STARTED: Final = "loop_started"
+"""The event that tells what the time before the first step went to."""
 
 PHASES: Final = (GENERATE, TRAIN, SYNC, SAVE, EVALUATE)
 SHARES: Final = (GENERATE, TRAIN, SYNC, OTHER)

@@ -42,9 +42,8 @@ def group_members(group: int) -> list[int]:
 class Child:
     """A process started by vime, leader of its own session and process group.
 
-    `command_prefix` goes before the command (a guardian that ends the group when its owner is gone). With one, the
-    child's standard input is a pipe that stays open as long as this process lives, so that the guardian can wait on it.
-    The prefix must keep the command in the group that it is started in.
+    `command_prefix` goes before the command (a guardian that ends it when its owner is gone); it must forward SIGTERM
+    and pass the exit code on, 128 + N for signal N.
     """
 
     def __init__(
@@ -60,12 +59,16 @@ class Child:
         self.command = (*command_prefix, *command)
         self.log_path = Path(log_path)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        stdin = subprocess.PIPE if command_prefix else subprocess.DEVNULL
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             try:
                 self._process = subprocess.Popen(
-                    self.command, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=dict(env),
+                    start_new_session=True,
                 )
             except OSError as error:
                 raise EngineError(f"{name} cannot be started: {error}", where=self.command[0]) from error
@@ -84,12 +87,13 @@ class Child:
         return self._process.poll() is None
 
     def exit_text(self) -> str:
-        """How it ended, for messages: `exit code 1`, `signal SIGKILL`, `running`."""
+        """How it ended, for messages: `exit code 1`, `signal SIGKILL` (also behind a prefix), `running`."""
         code = self._process.poll()
         if code is None:
             return "running"
-        if code < 0:
-            return f"signal {signal.Signals(-code).name}"
+        number = -code if code < 0 else code - 128
+        if number in signal.valid_signals():
+            return f"signal {signal.Signals(number).name}"
         return f"exit code {code}"
 
     def log_text(self) -> str:
@@ -119,8 +123,6 @@ class Child:
         if not self._gone_by(deadline, family):
             self._kill(family)
             self._gone_by(time.monotonic() + 5.0, family)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
         return time.monotonic() - started
 
     def _descendants(self) -> list[psutil.Process]:

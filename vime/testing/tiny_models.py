@@ -34,13 +34,14 @@ def make_tiny_qwen3(directory: str | Path, *, seed: int = 0, tied: bool = True, 
     """
     folder = Path(directory)
     tokenizer = byte_tokenizer()
-    shape = Qwen3Shape(tied=tied, **({"vocab_size": 320, "init_std": 0.05} | sizes))
-    assert shape.vocab_size is not None
-    if shape.vocab_size < tokenizer.get_vocab_size():
+    chosen: Qwen3Sizes = {"vocab_size": 320, "init_std": 0.05, **sizes}
+    shape = Qwen3Shape(tied=tied, **chosen)
+    entries = tokenizer.get_vocab_size()
+    if shape.vocab_size < entries:
         raise DataError(
-            f"vocab_size {shape.vocab_size} is smaller than the byte tokenizer's {tokenizer.get_vocab_size()} entries",
+            f"vocab_size {shape.vocab_size} is smaller than the byte tokenizer's {entries} entries",
             fix="use 260 or more",
         )
     save_tokenizer(tokenizer, folder, max_length=shape.max_positions)
-    save_qwen3(folder, shape, vocab_size=shape.vocab_size, seed=seed)
+    save_qwen3(folder, shape, seed=seed)
     return folder

@@ -1,0 +1,1 @@
+"""Losses and advantages as pure tensor functions, one algorithm a file."""

@@ -1,0 +1,130 @@
+"""Driver-side ends of the processes: async calls with a deadline and an error that names who did not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from vime.errors import DeadlineError, TrainerError, VimeError
+from vime.rollout.vllm_rollout import GroupOutcome
+from vime.rollout.worker import EvaluationResult, WorkerInfo
+from vime.types import PromptId
+
+
+async def answer(call: Any, *, who: str, what: str, timeout_s: float | None = None) -> Any:
+    """Await one actor call.
+
+    Raises the VimeError that the actor raised, DeadlineError after `timeout_s`, TrainerError when the process is gone.
+    """
+    try:
+        return await asyncio.wait_for(_awaitable(call), timeout_s)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"{who} did not answer `{what}` within {timeout_s:.0f} s", fix="read its log in the run's logs folder"
+        ) from error
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, VimeError):
+            raise error.cause from error
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise TrainerError(
+            f"{who} died during `{what}`: {_first_line(error)}", fix="read its log; `--resume` goes on"
+        ) from error
+
+
+async def _awaitable(call: Any) -> Any:
+    return await call
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+class TrainerLink:
+    """All ranks of the trainer as one: every method runs on every rank."""
+
+    def __init__(self, actors: Sequence[Any], *, name: str = "actor") -> None:
+        self._actors = list(actors)
+        self._name = name
+        self.streams = False
+
+    @property
+    def size(self) -> int:
+        return len(self._actors)
+
+    async def each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, timeout_s: float | None = None) -> list[Any]:
+        """Call a method with each rank's own arguments. The first failure surfaces at once."""
+        calls = [
+            answer(
+                getattr(actor, method).remote(*words),
+                who=f"trainer rank {rank} of {self._name}",
+                what=method,
+                timeout_s=timeout_s,
+            )
+            for rank, (actor, words) in enumerate(zip(self._actors, arguments, strict=True))
+        ]
+        return await asyncio.gather(*calls)
+
+    async def all(self, method: str, *words: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call a method with the same arguments on every rank."""
+        return await self.each(method, [words] * self.size, timeout_s=timeout_s)
+
+    # ---- vime.weights.protocol.TrainerLink
+
+    async def stage(self, version: str, fingerprint: bool) -> Mapping[str, Any]:
+        """Merge what the ranks staged: nested mappings are joined, rank 0's plain values win."""
+        merged: dict[str, Any] = {}
+        for part in reversed(await self.all("stage", version, fingerprint)):
+            for key, value in part.items():
+                old = merged.get(key)
+                merged[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
+        return merged
+
+    async def stream(self) -> None:
+        await self.all("stream")
+
+    async def probe_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return (await self.all("log_probs", sequences))[0]
+
+
+class RolloutWorkerLink:
+    """One rollout worker actor."""
+
+    def __init__(self, actor: Any, *, name: str) -> None:
+        self._actor = actor
+        self._name = name
+
+    async def _call(self, method: str, *words: Any) -> Any:
+        return await answer(getattr(self._actor, method).remote(*words), who=self._name, what=method)
+
+    async def start(self) -> WorkerInfo:
+        return await self._call("start")
+
+    async def connect(self, url: str) -> None:
+        await self._call("connect", url)
+
+    async def submit(self, prompts: Sequence[PromptId]) -> None:
+        await self._call("submit", tuple(prompts))
+
+    async def finished(self) -> Sequence[GroupOutcome]:
+        return await self._call("finished")
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def evaluate(self, name: str, mode: str) -> EvaluationResult:
+        return await self._call("evaluate", name, mode)
+
+    async def encoded_set(self, name: str) -> Any:
+        """A reference to a held-out set of labelled samples (supervised workers only)."""
+        return self._actor.encoded_set.remote(name)
+
+    async def close(self) -> None:
+        await self._call("close")

@@ -1,0 +1,135 @@
+"""One trainer rank in its own process: the Megatron worker plus the trainer half of the weight transport."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vime.cluster.payload import RankWork, resolve
+from vime.facts.process import Factory
+from vime.trainer.setup import TrainerSetup
+from vime.types import Sample, TrainSample
+
+
+@dataclass(frozen=True)
+class TrainerInfo:
+    """What a rank tells the driver once it is up."""
+
+    pid: int
+    memory_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class TransferSetup:
+    """Which trainer half to build. `one_sender`: the transport wants every tensor on rank 0."""
+
+    factory: Factory
+    run_id: str
+    engine_ranks: int
+    one_sender: bool
+    address: str = "127.0.0.1"
+
+
+class TrainerProcess:
+    """Runs as a Ray actor. Every method is called on all ranks at once and in the same order."""
+
+    def __init__(self, setup: TrainerSetup) -> None:
+        self._setup = setup
+        self._half: Any = None
+        self._transfer: TransferSetup | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address and a free port for the process group; asked of rank 0."""
+        from vime.rollout.ports import free_port
+
+        return "127.0.0.1", free_port()
+
+    def start(self, address: str, port: int) -> TrainerInfo:
+        """Build the model and the optimizer."""
+        from vime.trainer.megatron.worker import MegatronWorker
+
+        self._setup = replace(self._setup, master_address=address, master_port=port)
+        self.worker = MegatronWorker(self._setup)
+        return TrainerInfo(os.getpid(), self.memory_bytes())
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {str(tag): size for tag, size in self.worker.memory_bytes().items()}
+
+    # ---- steps
+
+    def train(self, work: RankWork) -> dict[str, float]:
+        """One step: fetch this rank's samples, then one optimizer step an update."""
+        import ray
+
+        return self.worker.train_step(resolve(work, ray.get(list(work.refs))))
+
+    def evaluate_rows(self, samples: Sequence[Sample]) -> dict[str, float]:
+        rows = [TrainSample(s.prompt_ids, s.response_ids, s.log_probs, s.loss_mask, s.reward, ()) for s in samples]
+        return self.worker.evaluate_rows(rows)
+
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self.worker.log_probs(sequences)
+
+    # ---- checkpoints
+
+    def save(self, directory: Path) -> None:
+        self.worker.save(directory)
+
+    def load(self, directory: Path) -> int:
+        """Restore everything; returns the number of optimizer steps done."""
+        self.worker.load(directory)
+        return self.worker.step_count
+
+    def save_hf(self, directory: Path) -> None:
+        self.worker.save_hf(directory)
+
+    # ---- weights
+
+    def open_transfer(self, transfer: TransferSetup) -> Mapping[str, Any]:
+        """Build this rank's half; rank 0 returns what the engines' halves need to reach it."""
+        self._transfer = transfer
+        manifest = self.worker.manifest()
+        sends = self._setup.rank == 0 if transfer.one_sender else self.worker.is_writer
+        if sends:
+            self._half = transfer.factory.build(
+                manifest=manifest,
+                run_id=transfer.run_id,
+                rank=self._setup.rank,
+                engine_ranks=transfer.engine_ranks,
+                address=transfer.address,
+            )
+        return self._half.init_info() if self._setup.rank == 0 else {}
+
+    def connect_transfer(self) -> None:
+        if self._half is not None:
+            self._half.connect()
+
+    def stage(self, version: str, fingerprint: bool) -> Mapping[str, Any]:
+        """Make the weights readable for engines; every rank takes part in gathering them."""
+        weights = self._weights()
+        if self._half is None:
+            for _ in weights:
+                pass
+            return {}
+        return self._half.stage(weights, version=version, fingerprint=fingerprint)
+
+    def stream(self) -> None:
+        """Send the weights while engines receive (broadcast transports)."""
+        weights = self._weights()
+        if self._half is None:
+            for _ in weights:
+                pass
+            return
+        self._half.stream(weights)
+
+    def _weights(self) -> Any:
+        assert self._transfer is not None
+        return self.worker.weights_on_first_rank() if self._transfer.one_sender else self.worker.weights()
+
+    def close(self) -> None:
+        if self._half is not None:
+            self._half.close()
+        self.worker.close()

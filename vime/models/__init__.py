@@ -1,0 +1,1 @@
+"""Model families: sizes, Megatron settings and the name table of each, torch-free."""

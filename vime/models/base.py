@@ -1,0 +1,135 @@
+"""What a family of models has to say about itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Protocol
+
+from vime.errors import ConfigError
+from vime.facts.model import ModelShape
+
+
+class Join(StrEnum):
+    """How several Hugging Face tensors make one Megatron parameter.
+
+    one: the same tensor. gate_up: two halves along dim 0. qkv: rows grouped by key-value head, each group holding its
+    query heads, then its key head, then its value head.
+    """
+
+    ONE = "one"
+    GATE_UP = "gate_up"
+    QKV = "qkv"
+
+
+@dataclass(frozen=True)
+class NameRow:
+    """One row of a name table.
+
+    `megatron` is a parameter name with `{layer}` where the layer's number stands; `names` are its Hugging Face parts.
+    `tp_dim` is the dimension that tensor parallelism splits (None: every rank holds all of it); `is_vocab` marks
+    tensors whose dim 0 is the padded vocabulary.
+    """
+
+    megatron: str
+    names: tuple[str, ...]
+    join: Join = Join.ONE
+    tp_dim: int | None = None
+    is_vocab: bool = False
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches the Megatron name; group `layer` is the layer's number."""
+        return re.compile(re.escape(self.megatron).replace(re.escape("{layer}"), r"(?P<layer>\d+)") + r"\Z")
+
+    @cached_property
+    def part_patterns(self) -> tuple[re.Pattern[str], ...]:
+        """Match the Hugging Face names, in the order of `names`."""
+        return tuple(
+            re.compile(re.escape(name).replace(re.escape("{layer}"), r"(?P<layer>\d+)") + r"\Z") for name in self.names
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary position embedding: `base` (theta) and the share of a head's dimensions that it turns."""
+
+    base: float
+    percent: float = 1.0
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """Names in both directions. `tied` names hold no tensor of their own when embeddings are tied."""
+
+    rows: tuple[NameRow, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def to_hf(self, megatron: str, *, layer_offset: int = 0) -> tuple[NameRow, tuple[str, ...]]:
+        """The row and Hugging Face names of a Megatron parameter; `layer_offset` is the first layer of its stage.
+
+        Raises ConfigError for a parameter that the family does not know.
+        """
+        for row in self.rows:
+            if match := row.pattern.match(megatron):
+                layer = match.groupdict().get("layer")
+                number = "" if layer is None else str(int(layer) + layer_offset)
+                return row, tuple(name.replace("{layer}", number) for name in row.names)
+        raise ConfigError(f"no Hugging Face name for the parameter {megatron}", fix="add a row to the family's name table")
+
+    def to_megatron(self, name: str) -> tuple[NameRow, str, int]:
+        """The row, the Megatron name (global layer number) and the position among its parts of a Hugging Face name.
+
+        Raises ConfigError for a tensor that the family does not know.
+        """
+        for row in self.rows:
+            for position, pattern in enumerate(row.part_patterns):
+                if match := pattern.match(name):
+                    layer = match.groupdict().get("layer") or ""
+                    return row, row.megatron.replace("{layer}", layer), position
+        raise ConfigError(f"no Megatron parameter for the tensor {name}", fix="add a row to the family's name table")
+
+
+class Family(Protocol):
+    """One file per family implements this and registers an instance."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names under `architectures` in config.json."""
+        ...
+
+    @property
+    def table(self) -> NameTable: ...
+
+    def shape(self, config: Mapping[str, Any]) -> ModelShape:
+        """Sizes. Raises ConfigError for a missing or unsupported setting."""
+        ...
+
+    def rotary(self, config: Mapping[str, Any]) -> Rotary: ...
+
+    def transformer_values(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields of Megatron's transformer config, torch-free: `activation_func` is a name in torch.nn.functional."""
+        ...
+
+
+def require(config: Mapping[str, Any], key: str) -> Any:
+    """`config[key]`, or a ConfigError naming the key."""
+    if config.get(key) is None:
+        raise ConfigError(f"config.json has no {key}", fix="use a complete Hugging Face model folder")
+    return config[key]
+
+
+def refuse(config: Mapping[str, Any], key: str, supported: object) -> None:
+    """Raise ConfigError when a setting is present and differs from the only supported value."""
+    value = config.get(key, supported)
+    if value is not None and value != supported:
+        raise ConfigError(
+            f"config.json sets {key} to {value!r}; only {supported!r} is supported",
+            fix="choose a model without it, or extend the family in vime/models/",
+        )

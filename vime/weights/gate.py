@@ -1,0 +1,323 @@
+"""The gate of an engine server: a pure ASGI middleware for vLLM's `--middleware vime.weights.gate.Gate`.
+
+It is shut at start and during updates. Generation requests that arrive while it is shut wait in it, without an error and
+as long as their client does; only the probe, which carries the run token, passes. So nothing new reaches the engine after
+the gate has shut, and an engine that has drained stays idle until the gate opens.
+
+It also runs the steps of an update inside the server, which saves a round trip each. It needs one API process per engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qs
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+GENERATION = frozenset(
+    {"/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"}
+)
+UPDATE_PATHS = frozenset({"/start_weight_update", "/start_draft_weight_update"})
+TOKEN_HEADER = b"x-vime-run-token"
+DRAIN_POLL_S = 0.05
+
+
+class Gate:
+    """Wraps the server's app. `token` is the run token; by default `VIME_RUN_TOKEN`."""
+
+    def __init__(self, app: App, token: str | None = None) -> None:
+        self.app = app
+        self.token = token if token is not None else os.environ.get("VIME_RUN_TOKEN", "")
+        self.version: str | None = None
+        self._open = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._running = 0
+        self._routes: dict[tuple[str, str], Callable[[Scope, bytes], Awaitable[tuple[int, dict[str, Any]]]]] = {
+            ("POST", "/vime/gate/shut"): self._shut,
+            ("POST", "/vime/gate/open"): self._open_gate,
+            ("POST", "/vime/resume"): self._resume,
+            ("POST", "/vime/update"): self._update,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"]
+        if path in GENERATION:
+            await self._generation(scope, receive, send)
+        elif path.startswith("/vime/"):
+            await self._control(scope, receive, send)
+        else:
+            if path in UPDATE_PATHS:
+                self._open.clear()
+            await self.app(scope, receive, send)
+
+    # ---- generation
+
+    async def _generation(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._open.is_set() and not self._has_token(scope):
+            waiting = _Waiting(receive)
+            if not await waiting.until(self._open):
+                return
+            receive = waiting.receive
+        self._running += 1
+        self._idle.clear()
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    def _has_token(self, scope: Scope) -> bool:
+        return bool(self.token) and _header(scope, TOKEN_HEADER) == self.token.encode()
+
+    # ---- control
+
+    async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        if (method, path) == ("GET", "/vime/identity"):
+            await _reply(send, 200, self._identity())
+        elif (handler := self._routes.get((method, path))) is None:
+            await _reply(send, 404, _error(f"no route {method} {path}"))
+        elif self.token and not self._has_token(scope):
+            await _reply(send, 403, _error("the run token is missing or belongs to another run"))
+        else:
+            body = await _read_body(receive)
+            try:
+                status, content = await handler(scope, body)
+            except InnerError as error:
+                status, content = 500, _error(f"{error.path}: {error.message}")
+            await _reply(send, status, content)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "run_token": self.token,
+            "pid": os.getpid(),
+            "gate": "open" if self._open.is_set() else "shut",
+            "version": self.version,
+            "running": self._running,
+        }
+
+    async def _shut(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Shut; then `?pause=drain` waits for running requests and pauses, `?pause=abort` ends them and pauses."""
+        self._open.clear()
+        mode = parse_qs(scope.get("query_string", b"").decode()).get("pause", [""])[0]
+        if mode == "abort" and self._running:
+            await self._inner(scope, "/pause", query=b"mode=abort")
+            while self._running:
+                await self._inner(scope, "/abort_requests", {})
+                await self._idle_within(DRAIN_POLL_S)
+        elif mode:
+            await self._idle.wait()
+            if not await _pause_idle(scope):
+                await self._inner(scope, "/pause", query=b"mode=abort")
+        return 200, self._identity()
+
+    async def _idle_within(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return
+
+    async def _resume(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Let the engine run again; the gate stays as it is."""
+        await self._inner(scope, "/resume")
+        return 200, self._identity()
+
+    async def _open_gate(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Body `{"version": str, "resume": bool}`: resume if asked, then let everyone in."""
+        request = json.loads(body or b"{}")
+        if request.get("resume"):
+            await self._inner(scope, "/resume")
+        self.version = request.get("version", self.version)
+        self._open.set()
+        return 200, self._identity()
+
+    async def _update(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Body `{"update_info": {}, "version": str}`: start, update and finish. After a failure finish has run too."""
+        request = json.loads(body)
+        self._open.clear()
+        if self._running:
+            return 409, _error(f"{self._running} requests are running; shut the gate with ?pause= first")
+        clock = _Clock()
+        try:
+            await self._inner(scope, "/start_weight_update")
+        except InnerError as error:
+            if "already active" not in error.message:
+                raise
+            await self._inner(scope, "/finish_weight_update", {})
+            await self._inner(scope, "/start_weight_update")
+        clock.mark("start")
+        try:
+            await self._inner(scope, "/update_weights", {"update_info": request["update_info"]})
+            clock.mark("update")
+        except BaseException:
+            await self._finish_after_failure(scope)
+            raise
+        await self._inner(scope, "/finish_weight_update", {"weight_version": request["version"]})
+        clock.mark("finish")
+        return 200, {"seconds": clock.seconds}
+
+    async def _finish_after_failure(self, scope: Scope) -> None:
+        """vLLM ends the session when an update fails; this ends one that it did not, and its refusal means nothing."""
+        try:
+            await self._inner(scope, "/finish_weight_update", {})
+        except InnerError:
+            return
+
+    async def _inner(self, scope: Scope, path: str, body: Any = None, query: bytes = b"") -> None:
+        """Call a route of the wrapped app. Raises InnerError unless it answers 2xx."""
+        status, content = await _call(self.app, scope, path, b"" if body is None else json.dumps(body).encode(), query)
+        if not 200 <= status < 300:
+            raise InnerError(path, status, _message_of(content))
+
+
+class InnerError(Exception):
+    """A route of the wrapped app answered with an error."""
+
+    def __init__(self, path: str, status: int, message: str) -> None:
+        super().__init__(f"{path} {status} {message}")
+        self.path, self.status, self.message = path, status, message
+
+
+class _Waiting:
+    """Watches a request's channel while it waits: keeps what arrives, notices when the client goes."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._kept: list[Message] = []
+        self._pending: asyncio.Future[Message] | None = None
+
+    async def until(self, opened: asyncio.Event) -> bool:
+        """True once open, False when the client has gone."""
+        gate = asyncio.ensure_future(opened.wait())
+        try:
+            while not gate.done():
+                if self._pending is None:
+                    self._pending = asyncio.ensure_future(self._receive())
+                await asyncio.wait({gate, self._pending}, return_when=asyncio.FIRST_COMPLETED)
+                if self._pending.done():
+                    message = self._pending.result()
+                    self._pending = None
+                    if message["type"] == "http.disconnect":
+                        return False
+                    self._kept.append(message)
+            return True
+        except BaseException:
+            if self._pending is not None:
+                self._pending.cancel()
+            raise
+        finally:
+            gate.cancel()
+
+    async def receive(self) -> Message:
+        """What the app reads instead of the original channel."""
+        if self._kept:
+            return self._kept.pop(0)
+        if self._pending is not None:
+            message = await asyncio.shield(self._pending)
+            self._pending = None
+            return message
+        return await self._receive()
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase], self._last = now - self._last, now
+
+
+async def _pause_idle(scope: Scope) -> bool:
+    """Pause an idle engine through its core client: the public route sleeps 20 ms for outputs that cannot exist here.
+
+    False where this server's vLLM has no such call.
+    """
+    client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    pause = getattr(getattr(client, "engine_core", None), "pause_scheduler_async", None)
+    clear_encoder_cache = getattr(getattr(client, "renderer", None), "clear_mm_cache_async", None)
+    if pause is None or clear_encoder_cache is None:
+        return False
+    await clear_encoder_cache()
+    await pause(mode="abort", clear_cache=True)
+    return True
+
+
+async def _call(app: App, scope: Scope, path: str, body: bytes, query: bytes) -> tuple[int, bytes]:
+    headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"content-type", b"transfer-encoding")]
+    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    inner = {**scope, "method": "POST", "path": path, "raw_path": path.encode(), "query_string": query, "headers": headers}
+    for key in ("route", "endpoint", "path_params", "router"):
+        inner.pop(key, None)
+    status, chunks = 500, []
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            await asyncio.Event().wait()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            chunks.append(message.get("body", b""))
+
+    await app(inner, receive, send)
+    return status, b"".join(chunks)
+
+
+def _message_of(content: bytes) -> str:
+    try:
+        error = json.loads(content).get("error", "")
+    except (ValueError, AttributeError):
+        return content[:500].decode(errors="replace")
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message}}
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return value
+    return None
+
+
+async def _read_body(receive: Receive) -> bytes:
+    chunks = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b"".join(chunks)
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(chunks)
+
+
+async def _reply(send: Send, status: int, content: dict[str, Any]) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

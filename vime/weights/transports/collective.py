@@ -1,0 +1,218 @@
+"""Weights by broadcast in flat buckets over a process group of their own.
+
+Rank 0 is the trainer, ranks 1.. are engine workers. The group is built on a store of its own and never touches
+torch.distributed's default group, which belongs to Megatron on one side and to vLLM on the other. The trainer sends from
+a host copy, which also serves an engine that restarts.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+from vime.errors import DeadlineError, WeightSyncError
+from vime.weights.buckets import Bucket, plan_buckets
+from vime.weights.manifest import manifest_from_json, manifest_to_json
+from vime.weights.transports.base import Manifest, NamedTensors
+from vime.weights.transports.flat import FlatImage, view_of
+
+PROTOCOL = "collective"
+BUCKET_BYTES = 64 * 2**20
+
+
+class CollectiveTrainer:
+    """The trainer's half. Only rank 0 sends; other ranks iterate their weights, which may be a collective, and finish.
+
+    `host` is the address under which engines reach rank 0. `init_info` opens a new rendezvous for the workers named by
+    `receivers`; `connect` then waits for them. Every wait ends after `timeout_s`.
+    """
+
+    streams = True
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        rank: int = 0,
+        host: str = "127.0.0.1",
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self._manifest = manifest
+        self._rank = rank
+        self._host = host
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._image: FlatImage | None = None
+        self._store: Any = None
+        self._group: Any = None
+        self._receivers = 0
+
+    def init_info(self, receivers: int) -> Mapping[str, Any]:
+        self._group, self._receivers = None, receivers
+        self._store = _serve_store(self._host, self._timeout_s)
+        info = {
+            "host": self._host,
+            "port": self._store.port,
+            "world": receivers + 1,
+            "bucket_bytes": self._bucket_bytes,
+            "timeout_s": self._timeout_s,
+        }
+        return {"protocol": PROTOCOL, "manifest": manifest_to_json(self._manifest), "info": info}
+
+    def connect(self) -> None:
+        """Wait for all workers, then build the group. Raises DeadlineError that lists the ranks that did not come."""
+        if self._rank:
+            return
+        deadline = time.monotonic() + self._timeout_s
+        missing = [r for r in range(1, self._receivers + 1) if not _arrived(self._store, r, deadline)]
+        if missing:
+            raise DeadlineError(
+                f"engine workers with group ranks {missing} of 1..{self._receivers} did not connect within {self._timeout_s:g} s",
+                fix=f"check that they reach {self._host} and read their logs",
+            )
+        self._group = _group(self._store, self._host, 0, self._receivers + 1, self._timeout_s)
+
+    def stage(self, weights: NamedTensors, *, version: str, fingerprint: bool) -> Mapping[str, Any]:
+        import torch
+
+        if self._rank:
+            for _ in weights:
+                pass
+            return {"version": version, "tensors": 0}
+        if self._image is None:
+            self._image = FlatImage(self._manifest, torch.empty(self._manifest.nbytes, dtype=torch.uint8))
+        return {"version": version, **self._image.write(weights, fingerprint=fingerprint)}
+
+    def stream(self, weights: NamedTensors) -> None:
+        """Broadcast what `stage` took; `weights` is not read."""
+        if self._rank:
+            return
+        if self._group is None or self._image is None:
+            raise WeightSyncError("stream before connect and stage", fix="initialise the engines' weight transfer first")
+        for number, bucket in enumerate(plan_buckets(self._manifest.tensors, self._bucket_bytes)):
+            work = _broadcast(self._group, self._image.buffer[bucket.start : bucket.end])
+            _finish(work, self._timeout_s, f"bucket {number} ({bucket.tensors[0].name} …) was not taken by every engine worker")
+
+    def close(self) -> None:
+        self._group = self._store = self._image = None
+
+
+class CollectiveEngine:
+    """The engine's half in one worker; its group rank is `1 + rank_offset + worker_rank`."""
+
+    def __init__(self) -> None:
+        self._manifest: Manifest | None = None
+        self._group: Any = None
+        self._timeout_s = 0.0
+        self._bucket_bytes = BUCKET_BYTES
+
+    def connect(self, info: Mapping[str, Any]) -> None:
+        import torch.distributed as dist
+
+        self._group = None
+        self._manifest = manifest_from_json(info["manifest"])
+        self._timeout_s, self._bucket_bytes = float(info["timeout_s"]), int(info["bucket_bytes"])
+        rank = 1 + int(info["rank_offset"]) + int(info["worker_rank"])
+        try:
+            store = dist.TCPStore(
+                info["host"], info["port"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s)
+            )
+            store.set(_here(rank), b"1")
+            self._group = _group(store, info["host"], rank, int(info["world"]), self._timeout_s)
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"group rank {rank} could not join the trainer at {info['host']}:{info['port']}: {_first_line(error)}",
+                fix="check that the trainer lives and that the address is reachable",
+            ) from None
+
+    def receive(self, info: Mapping[str, Any]) -> NamedTensors:
+        """Yield bucket by bucket; the next one travels while the caller loads this one."""
+        import torch
+
+        if self._group is None or self._manifest is None:
+            raise WeightSyncError("receive before connect", fix="initialise the engine's weight transfer first")
+        buckets = plan_buckets(self._manifest.tensors, self._bucket_bytes)
+        pending: tuple[Bucket, Any, Any] | None = None
+        for bucket in (*buckets, None):
+            following = None
+            if bucket is not None:
+                flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
+                following = (bucket, flat, _broadcast(self._group, flat))
+            if pending is not None:
+                yield from self._unpack(*pending)
+            pending = following
+
+    def close(self) -> None:
+        self._group = self._manifest = None
+
+    def _unpack(self, bucket: Bucket, flat: Any, work: Any) -> Iterator[tuple[str, Any]]:
+        _finish(work, self._timeout_s, f"the bucket that starts with {bucket.tensors[0].name} did not arrive")
+        for spec in bucket.tensors:
+            yield spec.name, view_of(flat, spec, start=bucket.start)
+
+
+def _serve_store(host: str, timeout_s: float) -> Any:
+    """A store that listens on `host` only, on a port that the system chose."""
+    import torch.distributed as dist
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _arrived(store: Any, rank: int, deadline: float) -> bool:
+    try:
+        store.wait([_here(rank)], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _group(store: Any, host: str, rank: int, world: int, timeout_s: float) -> Any:
+    import torch.distributed as dist
+
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    loopback = host in ("127.0.0.1", "localhost", "::1")
+    options._devices = [gloo.create_device(hostname=host) if loopback else gloo.create_default_device()]
+    options._timeout = timedelta(seconds=timeout_s)
+    return gloo(dist.PrefixStore("weights", store), rank, world, options)
+
+
+def _broadcast(group: Any, flat: Any) -> Any:
+    import torch.distributed as dist
+
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.broadcast([flat], options)
+
+
+def _finish(work: Any, timeout_s: float, what: str) -> None:
+    try:
+        work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"{what}: {_first_line(error)}", fix="publish again; if it repeats, read the log of the side that stopped"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
