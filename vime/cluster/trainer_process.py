@@ -43,9 +43,10 @@ class TrainerProcess:
 
     def rendezvous(self) -> tuple[str, int]:
         """An address and a free port for the process group; asked of rank 0."""
-        from vime.rollout.ports import free_port
+        from vime.rollout.ports import lease_port
 
-        return "127.0.0.1", free_port()
+        with lease_port() as lease:
+            return lease.host, lease.port
 
     def start(self, address: str, port: int) -> TrainerInfo:
         """Build the model and the optimizer."""

@@ -165,7 +165,9 @@ def _from_action(action: Any) -> Argument:
         return Argument("flag")
     if action.choices:
         return Argument("choice", tuple(sorted(str(c) for c in action.choices)))
-    return Argument({int: "int", float: "float", str: "text"}.get(action.type, "any"))
+    kinds = {int: "int", float: "float", str: "text"}
+    inner = [cell.cell_contents for cell in getattr(action.type, "__closure__", None) or ()]
+    return Argument(next((kinds[t] for t in (action.type, *inner) if isinstance(t, type) and t in kinds), "any"))
 
 
 def _dataclass_arguments(cls: Any) -> dict[str, Argument]:

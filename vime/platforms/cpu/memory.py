@@ -63,7 +63,7 @@ class HostMemory:
             for (storage, nbytes), copy in zip(region.storages, region.copies, strict=True):
                 storage.resize_(nbytes)
                 if copy is None:
-                    storage.fill_(0)
+                    torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
                 else:
                     storage.copy_(copy, non_blocking=False)
             region.storages, region.copies, region.place = [], [], _Place.PRESENT

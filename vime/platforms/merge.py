@@ -1,0 +1,99 @@
+"""How contributions of a lineage merge: parents first, the child speaks last, and contradictions are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from vime.errors import PluginError
+from vime.facts.inventory import DeviceProfile
+from vime.facts.process import EnvMode, EnvValue, VllmDefaults
+from vime.facts.transports import Side, TransportOffer
+
+_BOTH = "both_equal"
+
+
+def merge_env(layers: Iterable[Mapping[str, EnvValue]], *, where: str) -> dict[str, EnvValue]:
+    """Environment rules of a lineage, one per variable; `layers` come parents first.
+
+    A child's rule replaces its parent's default. What a parent requires or forbids may be repeated or made stricter,
+    never loosened: that is a PluginError with both reasons. `both_equal` stays once it is said.
+    """
+    merged: dict[str, EnvValue] = {}
+    for layer in layers:
+        for name, rule in layer.items():
+            above = merged.get(name)
+            merged[name] = rule if above is None else _combine(name, above, rule, where=where)
+    return merged
+
+
+def _combine(name: str, parent: EnvValue, child: EnvValue, *, where: str) -> EnvValue:
+    scope = _BOTH if _BOTH in (parent.scope, child.scope) else child.scope
+    child = replace(child, scope=scope)
+    if parent.mode is EnvMode.DEFAULT:
+        if child.mode is EnvMode.FORBID and child.value != parent.value:
+            raise _contradiction(name, parent, child, where=where, what="one rule per variable can be kept")
+        return child
+    same = parent.value == child.value
+    if parent.mode is EnvMode.REQUIRE:
+        agrees = same != (child.mode is EnvMode.FORBID)
+        stricter = replace(parent, scope=scope, why=child.why if child.mode is EnvMode.REQUIRE else parent.why)
+    else:
+        agrees = same if child.mode is EnvMode.FORBID else (child.mode is EnvMode.REQUIRE and not same)
+        stricter = child
+    if not agrees:
+        raise _contradiction(name, parent, child, where=where, what="the child cannot loosen it")
+    return stricter
+
+
+def _contradiction(name: str, parent: EnvValue, child: EnvValue, *, where: str, what: str) -> PluginError:
+    def told(rule: EnvValue) -> str:
+        verb = {EnvMode.DEFAULT: "defaults to", EnvMode.REQUIRE: "must be", EnvMode.FORBID: "must not be"}[rule.mode]
+        return f"{name} {verb} {rule.value!r} ({rule.why})"
+
+    return PluginError(
+        f"environment rules contradict: a parent says {told(parent)}, its child says {told(child)}; {what}",
+        where=where,
+        fix="require one value in the child, or amend the parent's rules with @hookimpl(wrapper=True)",
+    )
+
+
+def merge_defaults(layers: Iterable[VllmDefaults], *, where: str) -> VllmDefaults:
+    """Launch defaults of a lineage: args by key, env by rule, entry points joined, the last launch and platform named."""
+    parts = tuple(layers)
+    args: dict[str, Any] = {}
+    for part in parts:
+        args.update(part.args)
+    points = dict.fromkeys(name for part in parts for name in part.entry_points)
+    return VllmDefaults(
+        args=args,
+        env=merge_env((part.env for part in parts), where=where),
+        launch=_last(part.launch for part in parts),
+        entry_points=tuple(points),
+        expected_platform=_last(part.expected_platform for part in parts),
+    )
+
+
+def _last(values: Iterable[str | None]) -> str | None:
+    return next((value for value in reversed(tuple(values)) if value is not None), None)
+
+
+def merge_profiles(layers: Iterable[tuple[DeviceProfile, ...]]) -> tuple[DeviceProfile, ...]:
+    """Nominal devices by name; a child's profile replaces its parent's of the same name."""
+    return tuple({profile.name: profile for layer in layers for profile in layer}.values())
+
+
+def merge_offers(layers: Iterable[tuple[TransportOffer, ...]], side: Side, *, where: str) -> tuple[TransportOffer, ...]:
+    """Half offers by protocol; a child's offer replaces its parent's. Raises PluginError for the other side's half."""
+    offers: dict[str, TransportOffer] = {}
+    for layer in layers:
+        for offer in layer:
+            if offer.side is not side:
+                raise PluginError(
+                    f"transport {offer.protocol!r} was offered for the {offer.side} side, the {side} side was asked",
+                    where=where,
+                    fix="return offers with `side=side`",
+                )
+            offers[offer.protocol] = offer
+    return tuple(offers.values())

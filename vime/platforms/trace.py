@@ -1,0 +1,45 @@
+"""A record of hook calls, so that a test can prove that a hook is really asked in a run of many processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TRACE_VARIABLE = "VIME_TRACE_PLUGINS"
+"""Names a file to which every process of a run appends one JSON line a hook call."""
+
+
+@dataclass(frozen=True, slots=True)
+class HookCall:
+    """One call: which platform was asked what with which arguments, who implements it and how it ended.
+
+    An isolated hook makes one call per implementation.
+    """
+
+    platform: str
+    hook: str
+    arguments: Mapping[str, Any]
+    plugins: tuple[str, ...]
+    answer: Any = None
+    error: str | None = None
+
+
+OnCall = Callable[[HookCall], None]
+
+
+def append_to(path: str) -> OnCall:
+    """Write calls to a file, one JSON line each, in a single write so that lines of several processes do not mix."""
+    from pydantic_core import to_jsonable_python
+
+    def write(call: HookCall) -> None:
+        row = to_jsonable_python(call, serialize_unknown=True) | {"pid": os.getpid()}
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, (json.dumps(row) + "\n").encode())
+        finally:
+            os.close(descriptor)
+
+    return write

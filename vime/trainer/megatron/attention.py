@@ -1,0 +1,73 @@
+"""The layer specification: megatron-core's own modules, with the pieces that a platform replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vime.errors import TrainerError
+from vime.facts.process import MegatronAdaptation
+
+
+class RmsNorm(torch.nn.Module):
+    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467) with Hugging Face's order of operations.
+
+    Works in float32, rounds to the input's type and then multiplies by the weight. Under sequence parallelism every rank
+    sees a part of the tokens; the weight says so, and its gradient is summed over the tensor-parallel group.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_options: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape and type."""
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden.dtype)
+
+
+def block_spec(config: Any, adaptation: MegatronAdaptation) -> Any:
+    """The decoder's specification for this pipeline stage.
+
+    Raises TrainerError when nothing can attend to packed sequences.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    if adaptation.core_attention is None and not adaptation.transformer_engine:
+        raise TrainerError(
+            "the platform names no core attention, and megatron-core's own does not take packed sequences",
+            fix="set core_attention in the platform's vime_megatron_adapt",
+        )
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=adaptation.transformer_engine, normalization=config.normalization
+    )
+    return _replace(spec, _replacements(adaptation))
+
+
+def _replacements(adaptation: MegatronAdaptation) -> dict[Any, Any]:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    pieces: dict[Any, Any] = {}
+    if adaptation.norm is not None:
+        pieces[WrappedTorchNorm] = adaptation.norm.load()
+    if adaptation.core_attention is not None:
+        pieces[DotProductAttention] = adaptation.core_attention.load()
+    return pieces
+
+
+def _replace(spec: Any, pieces: dict[Any, Any]) -> Any:
+    """A copy of a specification tree (dataclasses, lists, classes) with some classes replaced."""
+    if isinstance(spec, type):
+        return pieces.get(spec, spec)
+    if isinstance(spec, list):
+        return [_replace(item, pieces) for item in spec]
+    if dataclasses.is_dataclass(spec):
+        return dataclasses.replace(spec, **{f.name: _replace(getattr(spec, f.name), pieces) for f in dataclasses.fields(spec)})
+    return spec

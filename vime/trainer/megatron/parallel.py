@@ -1,0 +1,181 @@
+"""Process group, parallel axes and random state of a trainer rank."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from vime.errors import TrainerError
+from vime.trainer.runtime import DeviceRuntime
+from vime.trainer.setup import TrainerSetup
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This rank's place in the mesh and the process groups of its axes."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    cp_rank: int
+    tp_group: Any
+    pp_group: Any
+    dp_group: Any
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_writer(self) -> bool:
+        """One rank of each pipeline stage speaks for its weights."""
+        return self.tp_rank == 0 and self.dp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of this pipeline's last stage."""
+        return dist.get_process_group_ranks(self.pp_group)[-1]
+
+
+def check_parallel(setup: TrainerSetup) -> None:
+    """Raise TrainerError when the axes do not make up the world or are not supported."""
+    parallel = setup.parallel
+    if parallel.devices != setup.world:
+        raise TrainerError(
+            f"tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp} x dp {parallel.dp} is {parallel.devices}, "
+            f"but the role has {setup.world} ranks",
+            fix="make the product of the axes equal to the number of devices",
+        )
+    for axis in ("cp", "ep"):
+        if getattr(parallel, axis) > 1:
+            raise TrainerError(f"the trainer does not support {axis} {getattr(parallel, axis)}", fix=f"set {axis} to 1")
+
+
+def start_process_group(setup: TrainerSetup) -> None:
+    """Join the role's process group. A world of one needs no port."""
+    timeout = timedelta(seconds=setup.collective.timeout_s)
+    if setup.world == 1:
+        _keep_to_loopback("127.0.0.1")
+        dist.init_process_group(setup.collective.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    _keep_to_loopback(setup.master_address)
+    dist.init_process_group(
+        setup.collective.backend,
+        init_method=f"tcp://{_bracketed(setup.master_address)}:{setup.master_port}",
+        rank=setup.rank,
+        world_size=setup.world,
+        timeout=timeout,
+    )
+
+
+def start_model_parallel(setup: TrainerSetup) -> Axes:
+    """Create the groups of every axis and read this rank's place."""
+    from megatron.core import parallel_state
+
+    parallel = setup.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=max(1, round(setup.collective.timeout_s / 60)),
+    )
+    return Axes(
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel.tp,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel.pp,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel.dp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def stop_process_group() -> None:
+    """Leave every group; a process that ends without it may abort."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int, runtime: DeviceRuntime) -> None:
+    """Seed Python, torch, the device and megatron-core's trackers."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    runtime.seed(seed)
+    _named(_random_module(), "model_parallel_", "_manual_seed")(seed)
+
+
+def random_state(runtime: DeviceRuntime) -> dict[str, Any]:
+    """Every generator of this rank; picklable."""
+    return {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "device": runtime.rng_state(),
+        "trackers": _tracker().get_states(),
+    }
+
+
+def set_random_state(state: dict[str, Any], runtime: DeviceRuntime) -> None:
+    """Inverse of `random_state`."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    runtime.set_rng_state(state["device"])
+    _tracker().set_states(state["trackers"])
+
+
+def _random_module() -> ModuleType:
+    from megatron.core.tensor_parallel import random as module
+
+    return module
+
+
+def _named(module: ModuleType, prefix: str, suffix: str) -> Any:
+    """The function whose middle part names the accelerator that megatron-core was written for."""
+    for name, value in vars(module).items():
+        if name.startswith(prefix) and name.endswith(suffix) and callable(value):
+            return value
+    raise TrainerError(f"{module.__name__} has no {prefix}*{suffix}", fix="install a supported megatron-core (0.16 to 0.19)")
+
+
+def _tracker() -> Any:
+    return _named(_random_module(), "get_", "_rng_tracker")()
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address and not address.startswith("[") else address
+
+
+def _keep_to_loopback(address: str) -> None:
+    """Collectives of a single machine must not listen on its network."""
+    try:
+        if not ipaddress.ip_address(address.strip("[]")).is_loopback:
+            return
+    except ValueError:
+        if address != "localhost":
+            return
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(a.address == "127.0.0.1" for a in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
