@@ -13,7 +13,7 @@ async def train(run: Run) -> None:
     collector, learner = asyncio.create_task(collect(run)), asyncio.create_task(learn(run))
     try:
         await asyncio.wait({collector, learner}, return_when=asyncio.FIRST_COMPLETED)
-        if collector.done() and not learner.done():
+        if collector.done():  # its failure starves the learner, whose error then hides the cause
             collector.result()
         await learner
     finally:

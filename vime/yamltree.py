@@ -356,10 +356,11 @@ _MEASURE = re.compile(r"\s*([-+]?[0-9_.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*"
 
 def _measure(value: str, units: Mapping[str, float], example: str) -> float:
     found = _MEASURE.fullmatch(value)
-    if found is None or found[2] not in units:
+    unit = found[2] if found is not None and found[2] in units else found[2].upper() if found is not None else ""
+    if found is None or unit not in units:
         raise ValueError(f"expected {example}, got {value!r}")
     try:
-        return float(found[1]) * units[found[2]]
+        return float(found[1]) * units[unit]
     except ValueError:
         raise ValueError(f"expected {example}, got {value!r}") from None
 
@@ -370,7 +371,7 @@ def parse_bytes(value: object) -> object:
         raise ValueError(f"expected a size such as 512MiB, not the boolean {str(value).lower()}")
     if not isinstance(value, str):
         return _whole(value)
-    size = _measure(value.upper(), _BYTE_UNITS, "a size such as 512MiB")
+    size = _measure(value, _BYTE_UNITS, "a size such as 512MiB")
     if not abs(size) < 2**63:
         raise ValueError(f"expected a size such as 512MiB, got {value!r}")
     return int(size)

@@ -61,6 +61,16 @@ class Algorithm(Protocol):
 
     def loss(self, batch: TokenBatch) -> LossSums: ...
 
+    def empty_sums(self) -> LossSums:
+        """What `loss` gives for no tokens: the names, for pipeline stages that compute no loss."""
+        ...
+
+
+def empty_batch() -> TokenBatch:
+    """A batch of no tokens."""
+    floats = torch.zeros(0)
+    return TokenBatch(floats, floats, floats, floats, floats, torch.zeros(0, dtype=torch.bool), floats)
+
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
     """`values` where `mask` holds, else 0, all [tokens]. Selects, so that neither value nor gradient sees what is masked."""

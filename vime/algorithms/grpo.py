@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vime.algorithms.base import LossSums, TokenBatch, bounded_ratio, masked_max, masked_sum, select
+from vime.algorithms.base import LossSums, TokenBatch, bounded_ratio, empty_batch, masked_max, masked_sum, select
 from vime.config.schema import GrpoSection
 
 EQUAL_WITHIN = 1e-12
@@ -84,3 +84,6 @@ class Grpo:
                 },
                 token_maxima={"train_rollout_logprob_abs_diff_max": masked_max(difference, mask)},
             )
+
+    def empty_sums(self) -> LossSums:
+        return self.loss(empty_batch())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vime.algorithms.base import LossSums, TokenBatch, masked_sum
+from vime.algorithms.base import LossSums, TokenBatch, empty_batch, masked_sum
 from vime.config.schema import SftSection
 
 
@@ -35,3 +35,6 @@ class Sft:
                 token_sums={"entropy_loss": masked_sum(batch.entropy.double(), batch.mask)},
                 token_maxima={},
             )
+
+    def empty_sums(self) -> LossSums:
+        return self.loss(empty_batch())

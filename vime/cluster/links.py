@@ -9,10 +9,12 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from vime.cluster.trainer_process import TransferSetup
 from vime.errors import DeadlineError, TrainerError, VimeError
 from vime.rollout.vllm_rollout import GroupOutcome
 from vime.rollout.worker import EvaluationResult, WorkerInfo
 from vime.types import PromptId
+from vime.weights.protocol import merge_stage_info
 
 
 async def answer(call: Any, *, who: str, what: str, timeout_s: float | None = None) -> Any:
@@ -51,6 +53,7 @@ class TrainerLink:
         self._actors = list(actors)
         self._name = name
         self.streams = False
+        self._num_tensors = 0
 
     @property
     def size(self) -> int:
@@ -58,15 +61,7 @@ class TrainerLink:
 
     async def each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, timeout_s: float | None = None) -> list[Any]:
         """Call a method with each rank's own arguments. The first failure surfaces at once."""
-        calls = [
-            answer(
-                getattr(actor, method).remote(*words),
-                who=f"trainer rank {rank} of {self._name}",
-                what=method,
-                timeout_s=timeout_s,
-            )
-            for rank, (actor, words) in enumerate(zip(self._actors, arguments, strict=True))
-        ]
+        calls = [self._rank(rank, method, *words, timeout_s=timeout_s) for rank, words in enumerate(arguments)]
         return await asyncio.gather(*calls)
 
     async def all(self, method: str, *words: Any, timeout_s: float | None = None) -> list[Any]:
@@ -75,20 +70,32 @@ class TrainerLink:
 
     # ---- vime.weights.protocol.TrainerLink
 
+    async def open_transfer(self, transfer: TransferSetup) -> None:
+        """Build the halves: rank 0's first, the other writers' with what rank 0 says of itself."""
+        self.streams, lead, self._num_tensors = await self._first("open_transfer", transfer, {})
+        await asyncio.gather(*(self._rank(rank, "open_transfer", transfer, lead) for rank in range(1, self.size)))
+
+    async def init_info(self, receivers: int) -> Mapping[str, Any]:
+        return await self._first("init_info", receivers)
+
+    async def connect(self) -> None:
+        await self._first("connect_transfer")
+
     async def stage(self, version: str, fingerprint: bool) -> Mapping[str, Any]:
-        """Merge what the ranks staged: nested mappings are joined, rank 0's plain values win."""
-        merged: dict[str, Any] = {}
-        for part in reversed(await self.all("stage", version, fingerprint)):
-            for key, value in part.items():
-                old = merged.get(key)
-                merged[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
-        return merged
+        return merge_stage_info(await self.all("stage", version, fingerprint), self._num_tensors)
 
     async def stream(self) -> None:
-        await self.all("stream")
+        await self._first("stream")
 
-    async def probe_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return (await self.all("log_probs", sequences))[0]
+    async def probe_log_probs(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        return (await self.all("log_probs", ids))[0]
+
+    async def _first(self, method: str, *words: Any) -> Any:
+        return await self._rank(0, method, *words)
+
+    async def _rank(self, rank: int, method: str, *words: Any, timeout_s: float | None = None) -> Any:
+        call = getattr(self._actors[rank], method).remote(*words)
+        return await answer(call, who=f"trainer rank {rank} of {self._name}", what=method, timeout_s=timeout_s)
 
 
 class RolloutWorkerLink:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -57,7 +58,7 @@ class RaySession:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                ray.init(address=address, logging_level="ERROR", log_to_driver=False, namespace=f"vime-{self._run_id}")
+                ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=f"vime-{self._run_id}")
                 return
             except (ConnectionError, RuntimeError, ValueError) as error:
                 self._check_head(address)

@@ -12,6 +12,7 @@ from vime.cluster.payload import RankWork, resolve
 from vime.facts.process import Factory
 from vime.trainer.setup import TrainerSetup
 from vime.types import Sample, TrainSample
+from vime.weights.transports.base import TransferContext
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class TrainerInfo:
 
 @dataclass(frozen=True)
 class TransferSetup:
-    """Which trainer half to build. `one_sender`: the transport wants every tensor on rank 0."""
+    """Which trainer half to build and what it needs to know beside its own options."""
 
     factory: Factory
     run_id: str
-    engine_ranks: int
-    one_sender: bool
-    address: str = "127.0.0.1"
+    directory: Path
+    bucket_bytes: int
+    timeout_s: float
+    host: str = "127.0.0.1"
 
 
 class TrainerProcess:
@@ -39,7 +41,7 @@ class TrainerProcess:
     def __init__(self, setup: TrainerSetup) -> None:
         self._setup = setup
         self._half: Any = None
-        self._transfer: TransferSetup | None = None
+        self._streams = False
 
     def rendezvous(self) -> tuple[str, int]:
         """An address and a free port for the process group; asked of rank 0."""
@@ -89,46 +91,43 @@ class TrainerProcess:
 
     # ---- weights
 
-    def open_transfer(self, transfer: TransferSetup) -> Mapping[str, Any]:
-        """Build this rank's half; rank 0 returns what the engines' halves need to reach it."""
-        self._transfer = transfer
+    def open_transfer(self, transfer: TransferSetup, lead: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any], int]:
+        """Build this rank's half if it has one; returns (streams, rank 0's info, tensors of the manifest)."""
+        half_class = transfer.factory.load()
         manifest = self.worker.manifest()
-        sends = self._setup.rank == 0 if transfer.one_sender else self.worker.is_writer
-        if sends:
-            self._half = transfer.factory.build(
-                manifest=manifest,
+        self._streams = half_class.streams
+        if self._setup.rank == 0 or (self.worker.is_writer and not self._streams):
+            context = TransferContext(
                 run_id=transfer.run_id,
+                manifest=manifest,
                 rank=self._setup.rank,
-                engine_ranks=transfer.engine_ranks,
-                address=transfer.address,
+                host=transfer.host,
+                directory=transfer.directory,
+                bucket_bytes=transfer.bucket_bytes,
+                timeout_s=transfer.timeout_s,
+                lead=lead,
             )
-        return self._half.init_info() if self._setup.rank == 0 else {}
+            self._half = half_class.from_context(context, **transfer.factory.options)
+        return self._streams, self.init_info(0) if self._setup.rank == 0 else {}, len(manifest.tensors)
+
+    def init_info(self, receivers: int) -> Mapping[str, Any]:
+        return self._half.init_info(receivers)
 
     def connect_transfer(self) -> None:
-        if self._half is not None:
-            self._half.connect()
+        self._half.connect()
 
     def stage(self, version: str, fingerprint: bool) -> Mapping[str, Any]:
         """Make the weights readable for engines; every rank takes part in gathering them."""
-        weights = self._weights()
-        if self._half is None:
-            for _ in weights:
-                pass
-            return {}
-        return self._half.stage(weights, version=version, fingerprint=fingerprint)
+        weights = self.worker.weights_on_first_rank() if self._streams else self.worker.weights()
+        if self._half is not None:
+            return self._half.stage(weights, version=version, fingerprint=fingerprint)
+        for _ in weights:
+            pass
+        return {"tensors": 0}
 
     def stream(self) -> None:
-        """Send the weights while engines receive (broadcast transports)."""
-        weights = self._weights()
-        if self._half is None:
-            for _ in weights:
-                pass
-            return
-        self._half.stream(weights)
-
-    def _weights(self) -> Any:
-        assert self._transfer is not None
-        return self.worker.weights_on_first_rank() if self._transfer.one_sender else self.worker.weights()
+        """Send what was staged while engines receive (broadcast transports, rank 0)."""
+        self._half.stream(())
 
     def close(self) -> None:
         if self._half is not None:

@@ -79,9 +79,7 @@ def manifest_of(package: str, *, cache: Path | None = None) -> Manifest:
 
 def dump(manifest: Manifest) -> str:
     """JSON, one argument a line."""
-    arguments = {
-        name: [a.kind, *a.choices] if a.choices else a.kind for name, a in sorted(manifest.arguments.items())
-    }
+    arguments = {name: [a.kind, *a.choices] if a.choices else a.kind for name, a in sorted(manifest.arguments.items())}
     content = {
         "package": manifest.package,
         "version": manifest.version,
@@ -143,9 +141,7 @@ def _vllm() -> tuple[dict[str, Argument], dict[str, str]]:
     make: Any = _first_import(
         "vllm.entrypoints.launchers.cli_args:make_arg_parser", "vllm.entrypoints.openai.cli_args:make_arg_parser"
     )
-    parser_type: Any = _first_import(
-        "vllm.utils.argparse_utils:FlexibleArgumentParser", "vllm.utils:FlexibleArgumentParser"
-    )
+    parser_type: Any = _first_import("vllm.utils.argparse_utils:FlexibleArgumentParser", "vllm.utils:FlexibleArgumentParser")
     arguments: dict[str, Argument] = {}
     aliases: dict[str, str] = {}
     for action in make(parser_type())._actions:
@@ -163,6 +159,8 @@ def _vllm() -> tuple[dict[str, Argument], dict[str, str]]:
 def _from_action(action: Any) -> Argument:
     if type(action).__name__ in ("_StoreTrueAction", "_StoreFalseAction", "BooleanOptionalAction"):
         return Argument("flag")
+    if action.nargs is not None or type(action).__name__ == "_AppendAction":
+        return Argument("any")
     if action.choices:
         return Argument("choice", tuple(sorted(str(c) for c in action.choices)))
     kinds = {int: "int", float: "float", str: "text"}

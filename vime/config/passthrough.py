@@ -52,7 +52,6 @@ VLLM_OWNED: Mapping[str, str] = {
     "tokens_only": "vime always talks in tokens",
     "logprobs_mode": "vime always asks for processed log-probs: raw ones ignore the temperature",
     "weight_transfer_config": "use `sync` in the topology",
-    "load_format": "weights come from the trainer",
     "enable_lora": _NO_LORA,
     "lora_modules": _NO_LORA,
     "max_loras": _NO_LORA,
@@ -164,7 +163,7 @@ def _suggest(key: str, manifest: Manifest, section: Section) -> str:
     if key in manifest.aliases:
         return f"write `{manifest.aliases[key]}`"
     near = nearest(key, manifest.arguments)
-    if near in section.owned:
+    if near is not None and near in section.owned:
         return section.owned[near]
     return did_you_mean(key, manifest.arguments, what="arguments")
 

@@ -1,4 +1,4 @@
-"""Groups between sampling and training: admission that bounds staleness, delivery order, and the journal of what was trained."""
+"""Groups between sampling and training: admission that bounds staleness, delivery order, the journal of what was trained."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import hashlib
 import json
@@ -19,7 +18,8 @@ from vime.errors import DataError
 
 SOURCE = "reasoning_gym"
 LITERAL_KEY = "python_literal"
-"""Metadata entry with the Python form of a task's metadata, where JSON would change what the verifier sees."""
+"""Metadata entry with the Python form of a task's metadata, where JSON would change what the verifier sees; the grader
+of the same name reads it back."""
 _ROUND_TRIP_ROWS = 20
 _TOKENIZER_TEXTS = 5000
 
@@ -176,12 +176,6 @@ def _row(task: str, question: str, entry: Mapping[str, Any], as_literal: bool) -
     return {"prompt": question, "label": entry["answer"], "task": task, "metadata": metadata}
 
 
-def restore_metadata(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The metadata as the generator made it (see `LITERAL_KEY`)."""
-    literal = metadata.get(LITERAL_KEY)
-    return ast.literal_eval(literal) if isinstance(literal, str) else metadata
-
-
 def _json_changes_scores(score: Callable[[Any, Any], float], entries: Iterable[Mapping[str, Any]]) -> bool:
     """Whether tuples becoming lists, or keys becoming text, matters to the verifier. Without a known answer: assume so."""
     for entry in entries:
@@ -195,7 +189,7 @@ def _json_changes_scores(score: Callable[[Any, Any], float], entries: Iterable[M
         try:
             if entry["answer"] is None or score(entry["answer"], {**entry, "metadata": rebuilt}) != 1.0:
                 return True
-        except Exception:  # the verifier is foreign code and raises what it likes
+        except Exception:  # noqa: BLE001  the verifier is foreign code and raises what it likes
             return True
     return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def plan_updates(
         check_updates(len(groups), updates_per_step)
     bounds = [round(i * len(groups) / updates_per_step) for i in range(updates_per_step + 1)]
     plans = []
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in itertools.pairwise(bounds):
         if first < end:
             counted = _counted(groups, range(first, end), supervised=supervised)
             plans.append(_plan(groups, counted, dp=dp, max_tokens=max_tokens, skip_flat=skip_flat and not supervised))
@@ -160,8 +161,8 @@ def _plan(groups: Sequence[Group], counted: Sequence[SampleRef], *, dp: int, max
 def _pack(items: Sequence[_Item], *, dp: int, max_tokens: int) -> tuple[tuple[tuple[SampleRef, ...], ...], ...]:
     ordered = sorted(items, key=lambda item: (-item.tokens, item.ref.group, item.ref.sample))
     bins = _fit(ordered, capacity=max_tokens)
+    bins = _even_out(ordered, bins=bins, num_bins=math.ceil(len(bins) / dp) * dp)
     rows = math.ceil(len(bins) / dp)
-    bins = _even_out(ordered, bins=bins, num_bins=rows * dp)
     bins.sort(key=lambda members: -_tokens(members))
     ranks: list[list[tuple[SampleRef, ...]]] = [[] for _ in range(dp)]
     totals = [0] * dp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from vime.observe.metrics import Number
@@ -18,13 +18,17 @@ Point = tuple[int, Number | None]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line. `colour` is a CSS class (`c1` to `c4`), `faint` draws it thin behind others, `dots` marks its points."""
+    """A line. `colour` is a CSS class (`c1` to `c4`), `faint` draws it thin behind others, `dots` marks its points.
+
+    Where points are too many to draw, neighbours become their mean, or their maximum if `peaks`.
+    """
 
     name: str
     points: Sequence[Point]
     colour: str = "c1"
     faint: bool = False
     dots: bool = False
+    peaks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +112,17 @@ def tick_label(value: float) -> str:
     if magnitude < 1e-3:
         exponent = math.floor(math.log10(magnitude) + 1e-9)
         mantissa = value / 10.0**exponent
-        power = "10" + str(exponent).translate(_SUPERSCRIPT)
+        power = power_of_ten(exponent)
         return power if abs(mantissa - 1) < 1e-6 else f"{mantissa:.3g}·{power}"
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if magnitude >= limit:
             return f"{value / (1e3 if suffix == 'k' else limit):.4g}{suffix}"
     return f"{value:.4g}"
+
+
+def power_of_ten(exponent: int) -> str:
+    """`10⁻⁷`."""
+    return "10" + str(exponent).translate(_SUPERSCRIPT)
 
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -124,7 +133,8 @@ def line_chart(series: Sequence[Series], *, unit: str = "", log: bool = False, s
 
     On a log axis values that are not positive are left out. Steps with NaN or infinity get a mark on the top edge.
     """
-    shown = [s for s in series if any(_drawable(v, log) for _, v in s.points)]
+    thinned = (replace(s, points=thin(s.points, MAX_POINTS, max if s.peaks else average)) for s in series)
+    shown = [s for s in thinned if any(_drawable(v, log) for _, v in s.points)]
     if not shown:
         return ""
     values = [v for s in shown for _, v in s.points if v is not None and _drawable(v, log)]
@@ -134,7 +144,7 @@ def line_chart(series: Sequence[Series], *, unit: str = "", log: bool = False, s
     body += [_line(frame, s) for s in shown]
     broken = sorted({step for s in series for step, v in s.points if v is not None and not math.isfinite(v)})
     body += [f'<path class="broken" d="M{frame.px(x):.1f} {frame.top}l-4 -7h8z"/>' for x in broken]
-    hover = {"x": _hover_steps(frame, steps), "s": [_hover_series(s) for s in shown if not (s.faint and len(shown) > 2)]}
+    hover = {"x": _hover_steps(frame, steps), "s": [_hover_series(s) for s in shown]}
     return _svg(frame, body, hover)
 
 
@@ -249,7 +259,7 @@ def _label_places(steps: Sequence[int]) -> list[int]:
         return list(range(len(steps)))
     wanted = [round(t) for t in nice_ticks(steps[0], steps[-1], count=10)]
     nearest = (min(range(len(steps)), key=lambda i: abs(steps[i] - want)) for want in wanted)
-    return sorted({place for place in nearest})
+    return sorted(set(nearest))
 
 
 def _hover_steps(frame: Frame, steps: Iterable[int]) -> list[list[float]]:

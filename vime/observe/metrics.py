@@ -106,8 +106,8 @@ REGISTRY: tuple[Metric, ...] = (
 
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
-    """Exact names first, so that a placeholder never hides one."""
-    ordered = sorted(REGISTRY, key=lambda metric: metric.name.count("{"))
+    """The longest literal text first, so that a placeholder never hides a more exact name."""
+    ordered = sorted(REGISTRY, key=lambda metric: -len(re.sub(r"\{\w+\}", "", metric.name)))
     return tuple((re.compile(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(m.name))), m) for m in ordered)
 
 

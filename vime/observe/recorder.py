@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,8 +52,16 @@ class Recorder:
     A row is with the operating system when the call that makes it returns. Raises OSError when the disk refuses.
     """
 
-    def __init__(self, directory: Path, *, sinks: Sequence[Sink] = (), samples_per_step: int = 2) -> None:
-        self.timeline = Timeline()
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        sinks: Sequence[Sink] = (),
+        samples_per_step: int = 2,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.timeline = Timeline(clock)
+        self._clock = clock
         self._file = MetricsFile(directory / layout.METRICS)
         self._samples = SamplesFile(directory / layout.SAMPLES, per_step=samples_per_step)
         self._sinks = list(sinks)
@@ -62,7 +70,7 @@ class Recorder:
         self._batch: dict[str, float] = {}
         self._noted: dict[RowKind, tuple[dict[str, Number | None], dict[str, float]]] = {}
         self._memory: dict[str, dict[str, Any]] = {}
-        self._began = time.perf_counter()
+        self._began = clock()
         self._looping = False
 
     def start(self, data: Mapping[str, Any]) -> None:
@@ -88,7 +96,7 @@ class Recorder:
         """A turn of the loop begins; the one before it gets its `wall` row."""
         if not self._looping:
             self._looping = True
-            seconds = {START: time.perf_counter() - self._began, **self.timeline.seconds()}
+            seconds = {START: self._clock() - self._began, **self.timeline.seconds()}
             self._write(RowKind.EVENT, self._step, seconds=seconds, data={"name": LOOP_STARTED})
         finished = self.timeline.begin_step(step)
         if finished is not None:

@@ -230,7 +230,7 @@ class Platform:
             return getattr(self._manager.hook, hook)(**arguments)
         except HookError:
             raise
-        except Exception as error:  # noqa: BLE001  a wrapper that breaks pluggy's protocol must name its lineage
+        except Exception as error:
             raise attributed(self.name, hook, error) from error
 
     def _first(self, hook: str, kind: type[_Answer], **arguments: Any) -> _Answer:
@@ -258,5 +258,5 @@ class Platform:
             return self._manager.subset_hook_caller(hook, remove_plugins=others)(**arguments)
         except HookError:
             raise
-        except Exception as error:  # noqa: BLE001  isolation is the purpose
+        except Exception as error:
             raise attributed(plugin, hook, error) from error

@@ -18,10 +18,11 @@ from vime.errors import ConfigError, DeadlineError, EngineError, Errors, VimeErr
 from vime.facts.process import Parallel, VllmDefaults
 from vime.rollout.launcher import Child, child_env
 from vime.rollout.ports import LOOPBACK, PortLease, lease_port
+from vime.weights.gate import TOKEN_HEADER
 
 DEFAULT_LAUNCH = "vllm.entrypoints.launchers.api_server.entry"
 SERVED_MODEL = "policy"
-RUN_TOKEN_HEADER = "x-vime-probe"
+
 GATE = "vime.weights.gate.Gate"
 
 ENGINE_NEEDS: Mapping[str, Any] = {
@@ -296,7 +297,7 @@ async def check_identity(session: aiohttp.ClientSession, url: str, run_token: st
     """Make sure that the server at `url` is an engine of this run. Raises EngineError when it is not."""
     answer: Any = None
     try:
-        async with session.get(f"{url}/vime/identity", headers={RUN_TOKEN_HEADER: run_token}) as response:
+        async with session.get(f"{url}/vime/identity", headers={TOKEN_HEADER.decode(): run_token}) as response:
             if response.status == 200:
                 answer = await response.json(content_type=None)
     except (aiohttp.ClientError, TimeoutError, ValueError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from vime.config.schema import DataSection, EvaluationSet
 from vime.data.prompts import PromptTable, read_prompts
 from vime.errors import DataError
-from vime.rollout.worker import Outcome, WorkerInfo
+from vime.rollout.worker import Outcome, WorkerInfo, worker_info
 from vime.types import Prompt, PromptId, Sample, SampleStatus
 
 
@@ -36,12 +36,13 @@ class SupervisedWorker:
         """Read the data. Raises DataError where a row has no label."""
         from vime.data.templates import load_tokenizer
 
-        self._tokenizer = load_tokenizer(self._setup.model_path)
-        self._prompts = read_prompts(self._setup.data, self._tokenizer)
-        for held_out in self._setup.evaluation:
-            section = self._setup.data.model_copy(update={"path": held_out.path, "shuffle": False})
-            self._sets[held_out.name] = read_prompts(section, self._tokenizer)
-        return WorkerInfo(len(self._prompts.rows), self._prompts.identity, self._prompts.skipped)
+        setup = self._setup
+        self._tokenizer = load_tokenizer(setup.model_path, template=setup.data.template)
+        self._prompts = read_prompts(setup.data, self._tokenizer)
+        for held_out in setup.evaluation:
+            section = setup.data.model_copy(update={"path": held_out.path})
+            self._sets[held_out.name] = read_prompts(section, self._tokenizer, limit=held_out.num_rows)
+        return worker_info(self._prompts)
 
     async def submit(self, prompts: Sequence[PromptId]) -> None:
         for prompt in prompts:
@@ -54,8 +55,7 @@ class SupervisedWorker:
 
     def encoded_set(self, name: str) -> tuple[Sample, ...]:
         """A held-out set as labelled samples."""
-        held_out = next(s for s in self._setup.evaluation if s.name == name)
-        return tuple(self._encode(row) for row in self._sets[name].rows[: held_out.num_rows])
+        return tuple(self._encode(row) for row in self._sets[name])
 
     def _encode(self, row: Prompt) -> Sample:
         from vime.data.templates import encode_label

@@ -117,6 +117,7 @@ class VllmRollout:
         """A dropped group is forgotten; a failed one is generated again."""
         if outcome.dropped is not None:
             self._count(f"rollout/dynamic_filter/drop_{outcome.dropped}", 1)
+            self._source.drop([outcome.prompt])
             return
         self._count("rollout/regenerated", 1)
         if outcome.prompt.attempt >= MAX_ATTEMPTS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from vime.config.schema import DataSection, EvaluationSet, RewardSection, RolloutSection, SamplingSection
 from vime.data.prompts import PromptTable, read_prompts
 from vime.errors import RolloutError, VimeError
+from vime.observe.samples import SamplesFile, SampleText
 from vime.rewards.workers import GradeJob, GraderPool
 from vime.rollout.client import GenerateClient, Generation, RetryableError
 from vime.rollout.filters import Filter, load_filter
@@ -44,6 +44,10 @@ class WorkerInfo:
     num_rows: int
     identity: str
     skipped: tuple[str, ...]
+
+
+def worker_info(table: PromptTable) -> WorkerInfo:
+    return WorkerInfo(len(table), table.identity, tuple(map(str, table.bad_rows)))
 
 
 @dataclass(frozen=True)
@@ -83,20 +87,23 @@ class RolloutWorker:
         self._filter: Filter | None = load_filter(setup.rollout.filter)
         self._client: GenerateClient | None = None
         self._sets: dict[str, PromptTable] = {}
+        self._samples: SamplesFile | None = None
 
     async def start(self) -> WorkerInfo:
         """Read the data and start the graders. Raises DataError or RewardError."""
         from vime.data.templates import load_tokenizer
 
         setup = self._setup
-        self._tokenizer = load_tokenizer(setup.model_path)
-        self._prompts = read_prompts(setup.data, self._tokenizer)
-        for held_out in setup.evaluation:
-            section = setup.data.model_copy(update={"path": held_out.path, "shuffle": False})
-            self._sets[held_out.name] = read_prompts(section, self._tokenizer)
         reward = setup.reward
         self._graders = GraderPool(reward.kind, workers=reward.workers, timeout_s=reward.timeout_s, key=reward.key)
-        return WorkerInfo(len(self._prompts.rows), self._prompts.identity, self._prompts.skipped)
+        self._graders.launch()
+        self._tokenizer = load_tokenizer(setup.model_path, template=setup.data.template)
+        self._prompts = read_prompts(setup.data, self._tokenizer)
+        for held_out in setup.evaluation:
+            section = setup.data.model_copy(update={"path": held_out.path})
+            self._sets[held_out.name] = read_prompts(section, self._tokenizer, limit=held_out.num_rows)
+        await self._graders.start()
+        return worker_info(self._prompts)
 
     async def connect(self, url: str) -> None:
         """Send requests to `url` from now on (the router)."""
@@ -131,6 +138,8 @@ class RolloutWorker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
+        if self._samples is not None:
+            self._samples.close()
         await self._graders.close()
 
     # ---- one group
@@ -203,20 +212,14 @@ class RolloutWorker:
         return tuple(scored), counts
 
     def _keep_for_reading(self, prompt_id: PromptId, prompt: Prompt, samples: Sequence[Sample]) -> None:
-        position = prompt_id.group % self._setup.rollout.batch_size
+        """Without drops, group g belongs to step g // batch_size + 1; the first few of each step are kept."""
+        step, position = divmod(prompt_id.group, self._setup.rollout.batch_size)
         if self._setup.samples_file is None or position >= self._setup.samples_per_step:
             return
-        sample = samples[0]
-        row = {
-            "step": prompt_id.group // self._setup.rollout.batch_size + 1,
-            "prompt": prompt.text,
-            "response": sample.text,
-            "reward": sample.reward,
-            "label": prompt.label,
-            "version": str(sample.versions[0].version) if sample.versions else None,
-        }
-        with self._setup.samples_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if self._samples is None:
+            self._samples = SamplesFile(self._setup.samples_file, per_step=1)
+        first = samples[0]
+        self._samples.write(step + 1, [SampleText(prompt.text, first.text, first.reward, prompt.label)])
 
     # ---- evaluation
 
@@ -224,7 +227,7 @@ class RolloutWorker:
         """Answer every row of a held-out set once, greedily or sampled, and grade it."""
         held_out = next(s for s in self._setup.evaluation if s.name == name)
         sampling = held_out.sampling.model_copy(update={"temperature": 0.0}) if mode == "greedy" else held_out.sampling
-        rows = self._sets[name].rows[: held_out.num_rows]
+        rows = self._sets[name].rows
         pairs = await asyncio.gather(*(self._evaluate_row(row, sampling, mode) for row in rows))
         scored = [sample for samples, _ in pairs for sample in samples]
         lengths = [len(s.response_ids) for s in scored]

@@ -42,6 +42,7 @@ class Gate:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running = 0
+        self._updating = asyncio.Lock()
         self._routes: dict[tuple[str, str], Callable[[Scope, bytes], Awaitable[tuple[int, dict[str, Any]]]]] = {
             ("POST", "/vime/gate/shut"): self._shut,
             ("POST", "/vime/gate/open"): self._open_gate,
@@ -153,6 +154,10 @@ class Gate:
         self._open.clear()
         if self._running:
             return 409, _error(f"{self._running} requests are running; shut the gate with ?pause= first")
+        async with self._updating:
+            return 200, {"seconds": await self._one_update(scope, request)}
+
+    async def _one_update(self, scope: Scope, request: dict[str, Any]) -> dict[str, float]:
         clock = _Clock()
         try:
             await self._inner(scope, "/start_weight_update")
@@ -170,7 +175,7 @@ class Gate:
             raise
         await self._inner(scope, "/finish_weight_update", {"weight_version": request["version"]})
         clock.mark("finish")
-        return 200, {"seconds": clock.seconds}
+        return clock.seconds
 
     async def _finish_after_failure(self, scope: Scope) -> None:
         """vLLM ends the session when an update fails; this ends one that it did not, and its refusal means nothing."""

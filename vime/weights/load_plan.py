@@ -1,13 +1,14 @@
 """What a model's own weight loader does with a set of tensor names, found out without touching the model.
 
-Every parameter's loader is replaced for a moment by one that runs the original on a parameter without storage, so that
-shapes are checked by the loaders themselves, and notes which parameter was filled how far. No vLLM import: the engine's
-extension passes what it knows.
+Every parameter's loader is replaced for a moment by one that runs the original on a parameter without storage, so the
+loaders themselves check the shapes, and that notes how far each parameter would be filled. No vLLM import: the engine's
+extension passes what only it knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,173 +23,167 @@ from vime.weights.transports.base import Manifest
 Loader = Callable[..., Any]
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
+FIX = "send the whole set of tensors under the names of the Hugging Face checkpoint that the engine was started from"
+
 
 @dataclass(slots=True)
 class Fill:
-    """What reached one parameter: elements copied, the tensors that came, and each call's arguments."""
+    """What would reach one parameter: elements copied, tensors by name, calls that bring a part of it only."""
 
     name: str
     numel: int
     copied: int = 0
+    parts: int = 0
     tensors: set[str] = field(default_factory=set)
-    calls: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Call:
-    """One loader call that can be repeated with new data: `loader(param, tensor, *args, **kwargs)`."""
-
-    loader: Loader
-    param: torch.Tensor
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class LoadPlan:
-    """`calls[name]` repeats the loader's work for a tensor; None where it changed the tensor before its loader saw it."""
-
-    fills: Mapping[int, Fill]
-    calls: dict[str, list[Call] | None]
-    untouched: tuple[str, ...]
 
     @property
-    def replayable(self) -> bool:
-        return all(calls is not None for calls in self.calls.values())
+    def is_partial(self) -> bool:
+        """A parameter made of parts must be full; one filled by a single tensor may end in padding."""
+        return self.parts > 0 and self.copied < self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """One fill a parameter; `untouched` are the tensors that the loader leaves out without an error."""
+
+    fills: tuple[Fill, ...]
+    untouched: tuple[str, ...]
+    num_tensors: int
+
+    def check(self, *, may_skip: Callable[[str], bool], whole_model: bool = True, all_filled: bool = True) -> None:
+        """Raise WeightSyncError unless every tensor lands somewhere and every parameter is filled.
+
+        `may_skip(name)` allows tensors that are left out on purpose (a tied head). `whole_model=False` (pipeline
+        stages) allows tensors that belong to other stages, `all_filled=False` parameters that no checkpoint holds.
+        """
+        lost = [name for name in self.untouched if not may_skip(name)]
+        if len(self.untouched) == self.num_tensors:
+            raise WeightSyncError(f"none of the {self.num_tensors} tensors matches a parameter: {short_list(lost)}", fix=FIX)
+        if whole_model and lost:
+            raise WeightSyncError(f"{len(lost)} tensors match no parameter and would be skipped: {short_list(lost)}", fix=FIX)
+        if all_filled and (empty := [fill.name for fill in self.fills if not fill.tensors]):
+            raise WeightSyncError(f"no tensor fills {len(empty)} of the parameters: {short_list(empty)}", fix=FIX)
+        if partial := [f"{f.name} has only {short_list(sorted(f.tensors), 3)}" for f in self.fills if f.is_partial]:
+            raise WeightSyncError(f"fused parameters would be filled in part: {short_list(partial, 3)}", fix=FIX)
 
 
 def plan_load(
-    model: torch.nn.Module, load_weights: LoadWeights, manifest: Manifest, meta_params: Mapping[int, torch.Tensor]
+    model: torch.nn.Module, load_weights: LoadWeights, manifest: Manifest, twins: Mapping[int, torch.Tensor]
 ) -> LoadPlan:
     """Run `load_weights` on storage-less tensors of the manifest.
 
-    `meta_params` maps `id(parameter)` to its storage-less twin in checkpoint format. Raises WeightSyncError naming
-    unknown tensors, tensors of a wrong shape, parameters that nothing fills and fused parameters filled in part.
+    `twins` maps `id(parameter)` to its storage-less twin in checkpoint format; other parameters are their own model.
+    Raises WeightSyncError naming the tensors that are unknown or have a wrong shape.
     """
-    recorder = _Recorder(model, meta_params)
+    recorder = _Recorder(model, twins)
     with recorder.installed():
         try:
-            load_weights(recorder.feed(manifest))
+            load_weights(recorder.feed(manifest.tensors))
         except Exception as error:
             faults = recorder.find_faults(load_weights, manifest)
+            if not faults:
+                raise WeightSyncError(
+                    f"the engine's model cannot take this set of tensors: {_reason(error)}", fix=FIX
+                ) from None
+            listed = short_list([f"{name} ({why})" for name, why in faults], 4)
             raise WeightSyncError(
-                f"the engine's model cannot take {len(faults)} of {len(manifest.tensors)} tensors: "
-                + short_list([f"{name} ({why})" for name, why in faults], 4)
-                if faults
-                else f"the engine's model cannot take this set of tensors: {error}",
-                fix="compare the names and shapes with the checkpoint the engine was started from",
+                f"the engine's model cannot take {len(faults)} of {len(manifest.tensors)} tensors: {listed}", fix=FIX
             ) from None
-    return recorder.plan(manifest)
-
-
-def check_plan(plan: LoadPlan, manifest: Manifest, *, may_skip: Callable[[str], bool], whole_model: bool = True) -> None:
-    """Raise WeightSyncError unless every tensor lands somewhere and every parameter is filled.
-
-    `may_skip(name)` allows tensors that the loader leaves out on purpose (a tied head). `whole_model=False` (pipeline
-    stages) allows tensors of other stages.
-    """
-    fix = "send the names and the whole set of the Hugging Face checkpoint"
-    lost = [name for name in plan.untouched if not may_skip(name)]
-    if len(plan.untouched) == len(manifest.tensors):
-        raise WeightSyncError(f"none of {len(manifest.tensors)} tensors matches a parameter: {short_list(lost)}", fix=fix)
-    if whole_model and lost:
-        raise WeightSyncError(f"{len(lost)} tensors match no parameter and would be skipped: {short_list(lost)}", fix=fix)
-    if empty := [f.name for f in plan.fills.values() if not f.calls]:
-        raise WeightSyncError(f"no tensor fills {len(empty)} parameters: {short_list(empty)}", fix=fix)
-    if partial := [f"{f.name} (only {short_list(sorted(f.tensors), 3)})" for f in plan.fills.values() if _is_partial(f)]:
-        raise WeightSyncError(f"fused parameters would be filled in part: {short_list(partial, 3)}", fix=fix)
-
-
-def _is_partial(fill: Fill) -> bool:
-    """A parameter assembled from parts must be full; one that a single call fills may end in padding."""
-    return any(fill.calls) and fill.copied < fill.numel
+    untouched = tuple(t.name for t in manifest.tensors if t.name not in recorder.touched)
+    return LoadPlan(fills=tuple(recorder.fills.values()), untouched=untouched, num_tensors=len(manifest.tensors))
 
 
 class _Recorder:
-    def __init__(self, model: torch.nn.Module, meta_params: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, model: torch.nn.Module, twins: Mapping[int, torch.Tensor]) -> None:
         self._params = dict(model.named_parameters())
-        self._meta = meta_params
+        self._twins = {id(p): twins[id(p)] if id(p) in twins else p.data.to("meta") for p in self._params.values()}
+        self.fills = {name: Fill(name, _numel_to_load(self._twins[id(p)])) for name, p in self._params.items()}
+        self.touched: set[str] = set()
         self._names: dict[int, str] = {}
         self._alive: list[torch.Tensor] = []
         self._current = ""
-        self._reset()
 
-    def _reset(self) -> None:
-        self._fills = {id(p): Fill(name, _load_numel(self._meta.get(id(p), p))) for name, p in self._params.items()}
-        self._calls: dict[str, list[Call] | None] = {}
-
-    def feed(self, manifest: Manifest, only: Sequence[int] | None = None) -> Iterable[tuple[str, torch.Tensor]]:
-        for index in only if only is not None else range(len(manifest.tensors)):
-            spec = manifest.tensors[index]
+    def feed(self, specs: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in specs:
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-            self._names[id(tensor)] = self._current = spec.name
             self._alive.append(tensor)
+            self._names[id(tensor)] = self._current = spec.name
             yield spec.name, tensor
 
     @contextmanager
-    def installed(self) -> Any:
-        originals: list[tuple[torch.Tensor, Loader | None]] = []
+    def installed(self) -> Iterator[None]:
+        originals = {name: getattr(param, "weight_loader", None) for name, param in self._params.items()}
         try:
-            for param in self._params.values():
-                original = getattr(param, "weight_loader", None)
-                originals.append((param, original))
-                param.weight_loader = self._recording(param, original or _copy)  # type: ignore[attr-defined]
+            for name, param in self._params.items():
+                vars_of: Any = param
+                vars_of.weight_loader = self._recording(name, originals[name] or _plain_copy)
             yield
         finally:
-            for param, original in originals:
-                if original is None:
-                    del param.weight_loader  # type: ignore[attr-defined]
+            for name, param in self._params.items():
+                vars_of = param
+                if originals[name] is None:
+                    del vars_of.weight_loader
                 else:
-                    param.weight_loader = original  # type: ignore[attr-defined]
+                    vars_of.weight_loader = originals[name]
 
-    def _recording(self, param: torch.Tensor, original: Loader) -> Loader:
-        fill = self._fills[id(param)]
+    def _recording(self, param: str, original: Loader) -> Loader:
+        fill, twin = self.fills[param], self._twins[id(self._params[param])]
+        signature = inspect.signature(original)
 
-        def load(target: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            meta = self._meta.get(id(param))
-            if meta is None:
-                meta = param.data.to("meta")
+        def load(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            target, loaded, *rest = bound.arguments
+            tensor, bound.arguments[target] = bound.arguments[loaded], twin
             with _CountCopies() as counter:
-                result = original(meta, tensor, *args, **kwargs)
-            name = self._names.get(id(tensor), "")
-            replay = bool(name) or _same_layout(tensor, self._alive[-1])
-            name = name or self._current
-            self._note(fill.name, name, counter.copied, args, kwargs)
-            self._add_call(name, Call(original, param, args, kwargs) if replay and target is param else None, tensor)
+                result = original(*bound.args, **bound.kwargs)
+            name = self._names.get(id(tensor), self._current)
+            fill.copied += counter.copied
+            fill.parts += bool(rest)
+            fill.tensors.add(name)
+            self.touched.add(name)
             return result
 
         return load
 
-    def _note(self, param: str, name: str, copied: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        fill = next(f for f in self._fills.values() if f.name == param)
-        fill.copied += copied
-        fill.tensors.add(name)
-        fill.calls.append(repr((args, sorted(kwargs.items()))) if args or kwargs else "")
-
-    def _add_call(self, name: str, call: Call | None, tensor: torch.Tensor) -> None:
-        calls = self._calls.setdefault(name, [])
-        if call is None or calls is None:
-            self._calls[name] = None
-            return
-        if (shard := getattr(tensor, "shard_id", None)) is not None:
-            call.kwargs = {**call.kwargs, "__shard_id__": shard}
-        calls.append(call)
-
     def find_faults(self, load_weights: LoadWeights, manifest: Manifest) -> list[tuple[str, str]]:
         """The tensors that fail, each with the first line of its error, by halving the set."""
         faults: list[tuple[str, str]] = []
-        todo = [list(range(len(manifest.tensors)))]
+        todo = [manifest.tensors]
         while todo:
             part = todo.pop()
             try:
-                load_weights(self.feed(manifest, part))
-            except Exception as error:
+                load_weights(self.feed(part))
+            except Exception as error:  # noqa: BLE001 (any failure of a model's loader is a finding here)
                 if len(part) == 1:
-                    faults.append((manifest.tensors[part[0]].name, _reason(error)))
+                    faults.append((part[0].name, _reason(error)))
                 else:
                     todo += [part[len(part) // 2 :], part[: len(part) // 2]]
         return faults
 
-    def plan(self, manifest: Manifest) -> LoadPlan:
-        untouched = tuple(t.name for t in manifest.tensors if t.name not in self._calls)
-        return LoadPlan(fills=self._fills, calls=self._calls, untouched=untouched)
+
+class _CountCopies(TorchDispatchMode):
+    """Counts the elements that `copy_` writes while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.copied += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def _plain_copy(param: torch.Tensor, tensor: torch.Tensor) -> None:
+    if param.shape != tensor.shape:
+        raise ValueError(f"shape {list(tensor.shape)} instead of {list(param.shape)}")
+    param.data.copy_(tensor)
+
+
+def _numel_to_load(param: torch.Tensor) -> int:
+    return int(getattr(param, "weight_loader_numel", param.numel()))
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:120] if lines else "wrong shape" if isinstance(error, AssertionError) else type(error).__name__

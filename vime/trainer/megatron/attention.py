@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -69,5 +69,6 @@ def _replace(spec: Any, pieces: dict[Any, Any]) -> Any:
     if isinstance(spec, list):
         return [_replace(item, pieces) for item in spec]
     if dataclasses.is_dataclass(spec):
-        return dataclasses.replace(spec, **{f.name: _replace(getattr(spec, f.name), pieces) for f in dataclasses.fields(spec)})
+        changed = {f.name: _replace(getattr(spec, f.name), pieces) for f in dataclasses.fields(spec)}
+        return dataclasses.replace(cast(Any, spec), **changed)
     return spec

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from vime.errors import TrainerError
 from vime.trainer.runtime import DeviceRuntime
@@ -72,7 +73,7 @@ def start_process_group(setup: TrainerSetup) -> None:
     timeout = timedelta(seconds=setup.collective.timeout_s)
     if setup.world == 1:
         _keep_to_loopback("127.0.0.1")
-        dist.init_process_group(setup.collective.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(setup.collective.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     _keep_to_loopback(setup.master_address)
     dist.init_process_group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 NamedTensors = Iterable[tuple[str, Any]]
@@ -29,21 +30,48 @@ class Manifest:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class TransferContext:
+    """What a trainer's half may need to know of its run.
+
+    `lead` is rank 0's `init_info(0)`, empty on rank 0 itself; `directory` is the run's, for transports that write files.
+    """
+
+    run_id: str
+    manifest: Manifest
+    rank: int
+    host: str
+    directory: Path
+    bucket_bytes: int
+    timeout_s: float
+    lead: Mapping[str, Any]
+
+
 class TrainerHalf(Protocol):
     """One per trainer rank that holds weights; rank 0 talks for all.
 
+    Built with the keywords `run_id`, `manifest` (of the whole model), `rank` and `timeout_s`, beside its own options.
     `stage` runs before the engines are told to receive, `stream` while they receive. A transport that needs only one of
     them makes the other a no-op.
     """
 
     streams: bool
 
+    @classmethod
+    def from_context(cls, context: TransferContext, **options: Any) -> TrainerHalf:
+        """Build it for one rank; `options` are those of the offer's factory."""
+        ...
+
     def init_info(self, receivers: int) -> Mapping[str, Any]:
         """JSON for the engines' half: how to reach this one. `receivers` engine workers will connect."""
         ...
 
+    def attach(self, info: Mapping[str, Any]) -> None:
+        """On ranks other than 0, before the first `stage`: what rank 0's `init_info` returned."""
+        ...
+
     def connect(self) -> None:
-        """Finish the handshake while the engines run their half's `connect`."""
+        """On rank 0, finish the handshake while the engines run their half's `connect`."""
         ...
 
     def stage(self, weights: NamedTensors, *, version: str, fingerprint: bool) -> Mapping[str, Any]:

@@ -35,11 +35,12 @@ class CollectiveTrainer:
     def __init__(
         self,
         *,
+        run_id: str,
         manifest: Manifest,
         rank: int = 0,
+        timeout_s: float = 120.0,
         host: str = "127.0.0.1",
         bucket_bytes: int = BUCKET_BYTES,
-        timeout_s: float = 120.0,
     ) -> None:
         self._manifest = manifest
         self._rank = rank
@@ -62,6 +63,9 @@ class CollectiveTrainer:
             "timeout_s": self._timeout_s,
         }
         return {"protocol": PROTOCOL, "manifest": manifest_to_json(self._manifest), "info": info}
+
+    def attach(self, info: Mapping[str, Any]) -> None:
+        """Other ranks take no part in the group."""
 
     def connect(self) -> None:
         """Wait for all workers, then build the group. Raises DeadlineError that lists the ranks that did not come."""

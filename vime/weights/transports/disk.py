@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,25 @@ class DiskTrainer:
 
     streams = False
 
-    def __init__(self, *, run_id: str, manifest: Manifest, directory: Path | str, rank: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        manifest: Manifest,
+        rank: int = 0,
+        timeout_s: float = 120.0,
+        directory: Path | str | None = None,
+    ) -> None:
         self._manifest = manifest
-        self._root = Path(directory) / f"weights-{run_id}"
+        self._root = Path(directory or tempfile.gettempdir()) / f"vime-{run_id}-weights"
         self._rank = rank
         self._root.mkdir(parents=True, exist_ok=True)
 
     def init_info(self, receivers: int) -> Mapping[str, Any]:
         return {"protocol": PROTOCOL, "manifest": manifest_to_json(self._manifest), "info": {"root": str(self._root)}}
+
+    def attach(self, info: Mapping[str, Any]) -> None:
+        """Every rank writes its own file under the same directory."""
 
     def connect(self) -> None:
         """The engines need no handshake: they read the directory."""
@@ -54,7 +66,9 @@ class DiskTrainer:
             os.replace(temporary, final)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise WeightSyncError(f"cannot write {final}: {error.strerror}", fix="free space on the weights directory") from None
+            raise WeightSyncError(
+                f"cannot write {final}: {error.strerror}", fix="free space on the weights directory"
+            ) from None
         self._prune(keep=folder)
         info: dict[str, Any] = {"version": version, "tensors": len(tensors), "files": {n: str(final) for n in tensors}}
         if fingerprint:

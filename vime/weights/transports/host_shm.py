@@ -22,25 +22,38 @@ SUFFIX = "w"
 
 
 class HostShmTrainer:
-    """The trainer's half. Rank 0 creates the file; further writers (pipeline stages) open it by `segment`.
+    """The trainer's half. Rank 0 creates the file; other ranks (pipeline stages) open it when they `attach`.
 
-    `segment` is the `path` of rank 0's `init_info(0)["info"]`. Writers fill disjoint parts of one manifest.
+    Writers fill disjoint parts of one manifest.
     """
 
     streams = False
 
     def __init__(
-        self, *, run_id: str, manifest: Manifest, segment: str | None = None, directory: Path | str = DIRECTORY
+        self,
+        *,
+        run_id: str,
+        manifest: Manifest,
+        rank: int = 0,
+        timeout_s: float = 120.0,
+        directory: Path | str = DIRECTORY,
     ) -> None:
-        self._owner = segment is None
-        self._path = Path(segment) if segment else Path(directory) / f"vime-{run_id}-{os.getpid()}-{SUFFIX}"
+        self._manifest = manifest
+        self._owner = rank == 0
+        self._path = Path(directory) / f"vime-{run_id}-{os.getpid()}-{SUFFIX}"
+        self._image: FlatImage | None = None
         if self._owner:
             _create(self._path, manifest.nbytes)
-        self._image: FlatImage | None = FlatImage(manifest, _map(self._path, manifest.nbytes))
+            self._image = FlatImage(manifest, _map(self._path, manifest.nbytes))
 
     @property
     def path(self) -> Path:
         return self._path
+
+    def attach(self, info: Mapping[str, Any]) -> None:
+        if not self._owner and self._image is None:
+            self._path = Path(info["info"]["path"])
+            self._image = FlatImage(self._manifest, _map(self._path, self._manifest.nbytes))
 
     def init_info(self, receivers: int) -> Mapping[str, Any]:
         manifest = self._live().manifest
@@ -67,7 +80,7 @@ class HostShmTrainer:
 
     def _live(self) -> FlatImage:
         if self._image is None:
-            raise WeightSyncError(f"shared memory {self._path} is closed", fix="build a new trainer half")
+            raise WeightSyncError("the shared-memory segment is closed or not attached", fix="build or attach this half first")
         return self._image
 
 
@@ -87,7 +100,9 @@ class HostShmEngine:
                 fix="trainer and engine must run on one host and share /dev/shm; otherwise choose another transport",
             ) from None
         if size < manifest.nbytes:
-            raise WeightSyncError(f"segment {path} has {size} bytes, the manifest needs {manifest.nbytes}", fix="restart the run")
+            raise WeightSyncError(
+                f"segment {path} has {size} bytes, the manifest needs {manifest.nbytes}", fix="restart the run"
+            )
         buffer = _map(path, manifest.nbytes)
         self._views = [(spec.name, view_of(buffer, spec)) for spec in manifest.tensors]
 

@@ -1,0 +1,132 @@
+"""Starts a plan's processes as Ray actors on the slots that the plan gave them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from vime.cluster.engine_process import EngineProcess
+from vime.cluster.links import RolloutWorkerLink, TrainerLink
+from vime.cluster.rollout_process import RolloutProcess
+from vime.cluster.trainer_process import TrainerInfo, TrainerProcess
+from vime.errors import PlacementError
+from vime.facts.process import Factory, RolePlacement, Slot
+from vime.planning.plan import Plan, pool_of
+from vime.rollout.engine import EngineSpec
+from vime.trainer.setup import TrainerSetup
+
+SHARE = 0.45
+"""Part of a device's Ray resource that one of two roles takes when they share it by time."""
+
+
+def demand(plan: Plan) -> dict[str, float]:
+    """Ray resources that the whole plan needs, by resource name."""
+    needed: dict[str, float] = {}
+    for pool in plan.pools:
+        needed[pool.binding.resource] = needed.get(pool.binding.resource, 0.0) + len(_slots(plan, pool.name))
+    return needed
+
+
+def _slots(plan: Plan, pool: str) -> list[Slot]:
+    placements = [plan.actor.request.placement] if plan.actor.pool == pool else []
+    placements += [e.request.placement for e in plan.engines if e.pool == pool]
+    return sorted({slot for p in placements for slot in p.slots}, key=lambda s: (s.node, s.device))
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """A bundle of a placement group and the resource that an actor takes from it."""
+
+    group: PlacementGroup
+    bundle: int
+    resource: str
+
+
+class Placement:
+    """One placement group a pool, one bundle a slot."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._groups: list[PlacementGroup] = []
+        self._seats: dict[tuple[str, Slot], _Seat] = {}
+
+    async def reserve(self) -> None:
+        """Wait until Ray holds every bundle. Raises PlacementError after the topology's start time-out."""
+        for pool in self._plan.pools:
+            slots, resource = _slots(self._plan, pool.name), pool_of(self._plan.pools, pool.name).binding.resource
+            if not slots:
+                continue
+            group = placement_group([{resource: 1.0} for _ in slots], strategy="PACK")
+            self._groups.append(group)
+            self._seats |= {(pool.name, slot): _Seat(group, i, resource) for i, slot in enumerate(slots)}
+        for group in self._groups:
+            try:
+                await asyncio.wait_for(_ready(group), self._plan.start_timeout_s)
+            except TimeoutError as error:
+                raise PlacementError(
+                    f"Ray did not reserve {len(self._seats)} devices within {self._plan.start_timeout_s:.0f} s; "
+                    f"free: {ray.available_resources()}",
+                    fix="end what else uses the cluster, or use a smaller topology",
+                ) from error
+
+    def options(self, pool: str, placement: RolePlacement, rank: int, env: Mapping[str, str]) -> dict[str, Any]:
+        """Ray options of the actor on slot `rank` of a role."""
+        seat = self._seats[pool, placement.slots[rank]]
+        return {
+            "num_cpus": 0,
+            "resources": {seat.resource: SHARE if self._plan.shared else 1.0},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(seat.group, placement_group_bundle_index=seat.bundle),
+            "runtime_env": {"env_vars": dict(env)},
+        }
+
+    def close(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+
+
+async def _ready(group: PlacementGroup) -> None:
+    await group.ready()
+
+
+async def start_trainer(
+    plan: Plan, placement: Placement, setups: Sequence[TrainerSetup], *, timeout_s: float
+) -> tuple[TrainerLink, list[TrainerInfo]]:
+    """Start every rank and wait until the model is built. Raises TrainerError or DeadlineError naming the rank."""
+    actor_class = ray.remote(TrainerProcess)
+    role = plan.actor
+    actors = [
+        actor_class.options(**placement.options(role.pool, role.request.placement, rank, role.env)).remote(setup)
+        for rank, setup in enumerate(setups)
+    ]
+    link = TrainerLink(actors)
+    address, port = (await link.all("rendezvous", timeout_s=timeout_s))[0]
+    return link, await link.all("start", address, port, timeout_s=timeout_s)
+
+
+def engine_actors(plan: Plan, placement: Placement, specs: Sequence[EngineSpec], *, segments: str) -> list[Any]:
+    """One engine host a planned engine; the servers are started by the fleet."""
+    actor_class = ray.remote(EngineProcess)
+    return [
+        actor_class.options(**placement.options(e.pool, e.request.placement, 0, {})).remote(
+            spec, start_timeout_s=plan.start_timeout_s, segments=segments
+        )
+        for e, spec in zip(plan.engines, specs, strict=True)
+    ]
+
+
+def rollout_workers(factory: Factory, setups: Sequence[Any]) -> list[RolloutWorkerLink]:
+    """Rollout workers use host processors only."""
+    actor_class = ray.remote(RolloutProcess)
+    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Long polls, submissions and pauses of one worker are in flight together.
+    options = {"num_cpus": 0, "max_concurrency": 100, "runtime_env": {"env_vars": env}}
+    return [
+        RolloutWorkerLink(actor_class.options(**options).remote(factory, setup), name=f"rollout worker {i}")
+        for i, setup in enumerate(setups)
+    ]

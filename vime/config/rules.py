@@ -1,0 +1,137 @@
+"""Rules between keys: what is arithmetically impossible is an error, what has no effect is a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
+from vime.config.schema import Config
+from vime.errors import ConfigError, VimeError
+from vime.topology.findings import Finding
+from vime.yamltree import Entries, Items, Node, find
+
+_SAMPLING_ONLY = ("rollout", "reward")
+
+
+def check(config: Config, tree: Node) -> tuple[list[VimeError], tuple[Finding, ...]]:
+    """Errors and warnings of a configuration whose keys are each valid by themselves."""
+    errors: list[VimeError] = [
+        ConfigError(what, where=_where(tree, path), fix=fix)
+        for path, what, fix in (*_batch(config), *_lengths(config), *_sets(config))
+    ]
+    given = _given(tree)
+    warnings = tuple(Finding(what, _where(tree, path), fix) for path, what, fix in (*_inert(config, given), *_advice(config)))
+    return errors, warnings
+
+
+Said = tuple[str, str, str | None]
+"""(dotted path, what, fix)."""
+
+
+def _where(tree: Node, path: str) -> str | None:
+    seen, where = find(tree, [int(p) if p.isdigit() else p for p in path.split(".")])
+    return str(where) if seen else None
+
+
+def _given(tree: Node) -> set[str]:
+    """Dotted paths of every mapping key that somebody wrote, sections included."""
+
+    def walk(node: Node, above: str) -> Iterator[str]:
+        if isinstance(node, Entries):
+            for key, value in node.entries.items():
+                yield f"{above}{key}"
+                yield from walk(value, f"{above}{key}.")
+        elif isinstance(node, Items):
+            for index, item in enumerate(node.items):
+                yield from walk(item, f"{above}{index}.")
+
+    return set(walk(tree, ""))
+
+
+def nearest_divisors(total: int, wanted: int) -> tuple[int, ...]:
+    """The divisors of `total` next below and next above `wanted`."""
+    divisors = sorted({d for n in range(1, int(total**0.5) + 1) if total % n == 0 for d in (n, total // n)})
+    below = [d for d in divisors if d <= wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return (*below, *above)
+
+
+def _batch(config: Config) -> Iterator[Said]:
+    updates, size = config.trainer.updates_per_step, config.rollout.batch_size
+    each = 1 if config.algorithm.kind == "sft" else config.rollout.group_size
+    samples = size * each
+    if samples % updates:
+        near = " or ".join(str(d) for d in nearest_divisors(samples, updates))
+        sum_text = f"rollout.batch_size {size}" + (f" x rollout.group_size {each} = {samples} samples" if each > 1 else " rows")
+        what = (
+            f"`trainer.updates_per_step` {updates} does not divide {sum_text}: {samples} / {updates} leaves {samples % updates}"
+        )
+        yield "trainer.updates_per_step", what, f"set trainer.updates_per_step to {near}, or change rollout.batch_size"
+
+
+def _lengths(config: Config) -> Iterator[Said]:
+    cap, answer = config.trainer.max_tokens_per_micro_batch, config.rollout.sampling.max_response_tokens
+    if config.algorithm.kind == "sft":
+        return
+    prompt = config.data.max_prompt_tokens
+    longest = answer + (prompt or 1)
+    if longest > cap:
+        parts = f"data.max_prompt_tokens {prompt}" if prompt else "a prompt of at least 1"
+        what = (
+            f"`trainer.max_tokens_per_micro_batch` {cap} is below {parts} + rollout.sampling.max_response_tokens {answer}"
+            f" = {longest}: the longest sample could not be trained"
+        )
+        yield "trainer.max_tokens_per_micro_batch", what, f"raise it to {longest} at least, or shorten the samples"
+
+
+def _sets(config: Config) -> Iterator[Said]:
+    seen: set[str] = set()
+    for index, chosen in enumerate(config.evaluation.sets):
+        if chosen.name in seen:
+            what = f"two evaluation sets are called {chosen.name!r}: their metrics would be mixed up"
+            yield f"evaluation.sets.{index}.name", what, "give each set its own name"
+        seen.add(chosen.name)
+
+
+def _written(given: AbstractSet[str], *paths: str) -> list[str]:
+    return [path for path in paths if path in given]
+
+
+def _inert(config: Config, given: AbstractSet[str]) -> Iterator[Said]:
+    """Settings that were written and have no effect: one warning a block."""
+    optimizer = config.trainer.optimizer
+    if optimizer.decay == "constant":
+        keys = _written(given, "trainer.optimizer.decay_steps", "trainer.optimizer.min_lr")
+        yield from _one(keys, "trainer.optimizer.decay is constant", "set trainer.optimizer.decay to linear or cosine")
+    if not config.evaluation.sets:
+        keys = _written(given, "evaluation.every", "evaluation.at_start")
+        yield from _one(keys, "evaluation.sets is empty", "add a set, or remove the block")
+    probe = config.weights.probe
+    if probe.first == 0 and probe.every == 0:
+        yield from _one(_written(given, "weights.probe.tolerance"), "the probe is off", "set weights.probe.first or every")
+    if config.algorithm.kind == "sft":
+        unused = [k for k in given if k.startswith("rollout.") and k not in _SFT_ROLLOUT and k.count(".") == 1]
+        keys = sorted([*unused, *_written(given, "reward")])
+        yield from _one(keys, "algorithm.kind is sft, which samples and scores nothing", "remove these keys")
+    plugins = set(config.plugins.allow) & set(config.plugins.deny)
+    if plugins:
+        yield "plugins.allow", f"`plugins.allow` has no effect for {', '.join(sorted(plugins))}: deny beats allow", None
+
+
+_SFT_ROLLOUT = frozenset({"rollout.batch_size", "rollout.vllm", "rollout.router", "rollout.start_timeout_s", "rollout.workers"})
+
+
+def _one(keys: list[str], why: str, fix: str) -> Iterator[Said]:
+    if keys:
+        names = ", ".join(f"`{key}`" for key in keys)
+        yield keys[0], f"{names} {'has' if len(keys) == 1 else 'have'} no effect: {why}", fix
+
+
+def _advice(config: Config) -> Iterator[Said]:
+    algorithm = config.algorithm
+    if algorithm.kind == "grpo" and config.rollout.group_size == 1:
+        what = "`rollout.group_size` is 1: an answer without siblings has advantage 0, so nothing is learned"
+        yield "rollout.group_size", what, "set rollout.group_size to 2 or more"
+    if config.schedule.stop_when is not None and not config.evaluation.sets:
+        what = "`schedule.stop_when` never fires: nothing is evaluated"
+        yield "schedule.stop_when", what, "add a set to evaluation.sets"

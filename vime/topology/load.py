@@ -1,0 +1,141 @@
+"""Reads a topology by shipped name, path or inline mapping, with file and line for everything it may have to say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from vime.errors import Errors, TopologyError, VimeError
+from vime.topology.findings import describe_validation
+from vime.topology.model import SCHEMA, Topology
+from vime.topology.rules import ResolvedRole, check_shares, resolve_roles
+from vime.topology.structure import fields_at, homes_of
+from vime.yamltree import (
+    Entries,
+    Items,
+    Node,
+    Scalar,
+    Value,
+    Where,
+    as_text,
+    did_you_mean,
+    find,
+    from_value,
+    get,
+    parse,
+    plain,
+    read,
+)
+
+_TOPOLOGY_FILES = "topology_files"
+
+
+@dataclass(frozen=True)
+class LoadedTopology:
+    """A checked topology, its nodes for messages, and its roles with every number filled in."""
+
+    topology: Topology
+    tree: Node
+    roles: tuple[ResolvedRole, ...]
+    source: str
+
+    def where(self, *path: str | int) -> str:
+        """`file:line` of a key path, or of its nearest parent that is written."""
+        return str(find(self.tree, path)[1])
+
+    def platforms(self) -> tuple[str, ...]:
+        """Platform names of the pools, each once, in file order; `auto` where none is chosen yet."""
+        return tuple(dict.fromkeys(pool.platform for pool in self.topology.pools.values()))
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Names of the topologies that come with vime."""
+    folder = resources.files("vime").joinpath(_TOPOLOGY_FILES)
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
+
+
+def shipped_text(name: str) -> str:
+    """The file of a shipped topology. Raises TopologyError E104 for an unknown name."""
+    if name not in shipped_names():
+        what = f"E104 no topology is called {name!r}"
+        raise TopologyError(
+            what, fix=did_you_mean(name, shipped_names(), what="topologies") + " (a path contains a / or ends in .yaml)"
+        )
+    return resources.files("vime").joinpath(_TOPOLOGY_FILES, f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def load_topology(source: str | Path | Mapping[str, Any] | Node, *, platform: str = "auto") -> LoadedTopology:
+    """Read and check a topology.
+
+    Args:
+        source: a shipped name, a path (it contains `/` or ends in .yaml), a mapping, or the node of an inline topology.
+        platform: fills pools that say `platform: auto`; `auto` leaves them for discovery.
+
+    Raises:
+        TopologyError or Errors: everything that is wrong, each with rule id, file and line.
+    """
+    tree, name = _tree(source)
+    if not isinstance(tree, Entries):
+        raise TopologyError(
+            "E103 a topology is a mapping", where=str(tree.where), fix="start with `schema:`, `pools:`, `roles:`"
+        )
+    topology = _validate(tree)
+    roles, errors = resolve_roles(topology, tree)
+    errors += check_shares(topology, roles, tree)
+    if errors:
+        raise errors[0] if len(errors) == 1 else Errors(errors)
+    return fill_platform(LoadedTopology(topology, tree, roles, name), platform)
+
+
+def fill_platform(loaded: LoadedTopology, platform: str) -> LoadedTopology:
+    """Give `platform` to pools that say auto. Raises TopologyError E105 where a pool pins another platform."""
+    if platform == "auto":
+        return loaded
+    pools, errors = {}, []
+    for name, pool in loaded.topology.pools.items():
+        if pool.platform not in ("auto", platform):
+            what = f"E105 pools.{name}.platform: {pool.platform} is pinned here, but {platform} was asked for"
+            where = loaded.where("pools", name, "platform")
+            errors.append(TopologyError(what, where=where, fix="leave --platform out, or write `platform: auto` in the pool"))
+        pools[name] = pool.model_copy(update={"platform": platform})
+    if errors:
+        raise errors[0] if len(errors) == 1 else Errors(errors)
+    return replace(loaded, topology=loaded.topology.model_copy(update={"pools": pools}))
+
+
+def _tree(source: str | Path | Mapping[str, Any] | Node) -> tuple[Node, str]:
+    if isinstance(source, Scalar | Value | Items | Entries):
+        return source, "inline"
+    if isinstance(source, Mapping):
+        return from_value(source, Where("inline topology")), "inline"
+    if isinstance(source, Path) or "/" in source or source.endswith((".yaml", ".yml")):
+        return read(Path(source), error=TopologyError), str(source)
+    return parse(shipped_text(source), f"{source}.yaml", error=TopologyError), source
+
+
+def _validate(tree: Entries) -> Topology:
+    schema = get(tree, ("schema",))
+    if schema is not None and plain(schema) != SCHEMA:
+        what = f"E101 schema: {plain(schema)!r} is not known; this vime reads {SCHEMA}"
+        raise TopologyError(what, where=str(tree.keys.get("schema", tree.where)), fix=f"write `schema: {SCHEMA}`")
+    values = plain(tree)
+    environment = get(tree, ("env",))
+    if isinstance(environment, Entries):
+        values["env"] = as_text(environment)
+    try:
+        return Topology.model_validate(values)
+    except ValidationError as invalid:
+        errors: list[VimeError] = []
+        for finding in describe_validation(invalid, tree, _suggest):
+            rule = "E102" if finding.what.startswith("unknown key") else "E103"
+            errors.append(TopologyError(f"{rule} {finding.what}", where=finding.where, fix=finding.fix))
+        raise (errors[0] if len(errors) == 1 else Errors(errors)) from None
+
+
+def _suggest(parents: tuple[str | int, ...], key: str) -> tuple[list[str], list[str]]:
+    return fields_at(Topology, parents), homes_of(Topology, key)

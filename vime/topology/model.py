@@ -1,0 +1,132 @@
+"""A topology as a typed tree (`vime.topology/v1`): what hardware there is and who sits where.
+
+Pools are supply, roles are demand, `share` says who takes turns on the same devices, `sync` how weights travel.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vime.yamltree import Bytes, Count, Duration, Section
+
+SCHEMA = "vime.topology/v1"
+
+MAX_DEVICES = 100_000
+"""More than any cluster has; a larger number is a slip of the pen."""
+
+Text = Annotated[str, Field(min_length=1)]
+Size = Annotated[Count, Field(le=MAX_DEVICES)]
+
+
+class Domain(Section):
+    """Groups of nodes that reach each other at scale-up speed."""
+
+    kind: Literal["node", "fabric"] = "node"
+    segment_nodes: Size = Field(default=1, description="Nodes of one domain.")
+    require: Literal["strict", "prefer", "off"] = Field(default="prefer", description="Whether groups may cross domains.")
+
+
+class Select(Section):
+    """Which machines of a cluster belong to a pool."""
+
+    labels: dict[str, str] = Field(default_factory=dict, description="Node labels that must match.")
+    hosts: tuple[Text, ...] = Field(default=(), description="Host names; empty: any.")
+
+
+class NodeGroup(Section):
+    """Some equal nodes of an uneven pool."""
+
+    count: Size = 1
+    devices: Size
+
+
+class Pool(Section):
+    """Physical supply of one platform."""
+
+    platform: Text = Field(default="auto", description="Name of a platform plugin; `auto` is filled by --platform.")
+    device: Text | None = Field(default=None, description="Nominal device, for a plan without the machine.")
+    nodes: Size | Annotated[tuple[NodeGroup, ...], Field(min_length=1)] = Field(
+        default=1, description="Number of nodes, or a list of {count, devices} where they differ."
+    )
+    devices_per_node: Size | None = Field(
+        default=None, description="Checked against the platform; on a host, how many slots to make (null: as many as needed)."
+    )
+    domain: Domain | None = None
+    select: Select = Select()
+
+
+class Axes(Section):
+    """Sizes of the parallel axes of a role (of each engine, for a rollout role)."""
+
+    tp: Size = Field(default=1, description="Tensor parallel.")
+    pp: Size = Field(default=1, description="Pipeline parallel.")
+    cp: Size = Field(default=1, description="Context parallel.")
+    ep: Size = Field(default=1, description="Expert parallel.")
+    etp: Size = Field(default=1, description="Tensor parallel inside an expert.")
+    dp: Size | None = Field(default=None, description="Data parallel; null: what the devices leave.")
+
+
+class Role(Section):
+    """Demand: a training role, or a set of equal engines."""
+
+    kind: Literal["train", "rollout"]
+    pool: Text | None = Field(default=None, description="null: the only pool, or that of `like`.")
+    like: Text | None = Field(default=None, description="Takes pool, devices and parallel of another role.")
+    devices: Size | None = Field(default=None, description="null: what parallel and engines need.")
+    engines: Size = Field(default=1, description="Rollout only: how many engines.")
+    parallel: Axes = Axes()
+    optimizer: bool = Field(default=True, description="Train only: false for a frozen role.")
+    stage: Literal["prefill", "decode"] | None = Field(default=None, description="Rollout only: half of a split engine.")
+    endpoints: tuple[Text, ...] = Field(default=(), description="Rollout only: engines that run already.")
+
+
+class Share(Section):
+    """Roles that use the same devices."""
+
+    roles: Annotated[tuple[Text, ...], Field(min_length=2)]
+    mode: Literal["time"] = Field(default="time", description="In turns.")
+    residency: Literal["auto", "park", "resident"] = Field(
+        default="auto", description="park: leave the device between turns; resident: stay; auto: stay if everything fits."
+    )
+
+
+class Sync(Section):
+    """How weights travel along one edge."""
+
+    source: Text = Field(alias="from", description="A training role.")
+    target: Text = Field(alias="to", description="A rollout role.")
+    prefer: tuple[Text, ...] = Field(default=(), description="Transport protocols to try first, in order.")
+    forbid: tuple[Text, ...] = ()
+    require: tuple[Text, ...] = Field(default=(), description="Only these.")
+    buffer: Annotated[Bytes, Field(ge=1)] = Field(default=512 * 2**20, description="Bytes sent at once.")
+
+
+class Limits(Section):
+    """Bounds that the plan keeps."""
+
+    host_pinned_per_node: Bytes | None = Field(default=None, description="null: the node's memory.")
+    device_reserve: Bytes = Field(default=0, description="Device memory that stays free.")
+    start_timeout: Duration | None = Field(default=None, description="Deadline for all processes to start.")
+
+
+class Env(Section):
+    """Environment variables of the user's; they win over a platform's defaults."""
+
+    trainer: dict[str, str] = Field(default_factory=dict)
+    engine: dict[str, str] = Field(default_factory=dict)
+
+
+class Topology(Section):
+    """A whole topology file."""
+
+    schema_: Literal["vime.topology/v1"] = Field(default=SCHEMA, alias="schema")
+    name: Text = "inline"
+    description: str = ""
+    pools: Annotated[dict[str, Pool], Field(min_length=1)]
+    roles: Annotated[dict[str, Role], Field(min_length=1)]
+    share: tuple[Share, ...] = ()
+    sync: tuple[Sync, ...] = ()
+    limits: Limits = Limits()
+    env: Env = Env()

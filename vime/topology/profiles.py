@@ -1,0 +1,86 @@
+"""Nodes of a pool without the machine: nominal devices from a platform's profiles, and the slots of a host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vime.facts.inventory import Device, DeviceProfile, NodeInventory
+from vime.topology.model import MAX_DEVICES, Pool
+from vime.topology.rules import place_of, rule_error
+from vime.yamltree import Node, did_you_mean
+
+
+def choose_profile(name: str, pool: Pool, profiles: tuple[DeviceProfile, ...], tree: Node) -> DeviceProfile:
+    """The profile that a pool's `device` names, or the platform's only one. Raises TopologyError E104."""
+    known = {p.name: p for p in profiles}
+    if pool.device is not None:
+        if pool.device in known:
+            return known[pool.device]
+        where, fix = place_of(tree, "pools", name, "device"), did_you_mean(pool.device, known, what="devices")
+        raise rule_error("E104", f"pools.{name}.device", f"{pool.platform} knows no {pool.device!r}", where=where, fix=fix)
+    if len(known) == 1:
+        return profiles[0]
+    text = f"{pool.platform} knows {len(known)} nominal devices and none is named"
+    fix = f"write `device:` with one of {', '.join(known)}" if known else "give --inventory, or run on the machine"
+    raise rule_error("E104", f"pools.{name}.device", text, where=place_of(tree, "pools", name), fix=fix)
+
+
+def node_sizes(name: str, pool: Pool, *, default: int | None, demand: int, tree: Node) -> tuple[int, ...]:
+    """Devices of each node. `default` is what the hardware has; None (a host) makes as many slots as roles ask for."""
+    if isinstance(pool.nodes, tuple):
+        sizes = tuple(group.devices for group in pool.nodes for _ in range(min(group.count, MAX_DEVICES)))
+    else:
+        each = pool.devices_per_node or default or -(-max(demand, 1) // pool.nodes)
+        sizes = (each,) * min(pool.nodes, MAX_DEVICES)
+    if sum(sizes) > MAX_DEVICES:
+        where = place_of(tree, "pools", name, "nodes")
+        text = f"more than {MAX_DEVICES} devices"
+        raise rule_error("E103", f"pools.{name}.nodes", text, where=where, fix="write the number you have")
+    return sizes
+
+
+def nominal_nodes(name: str, pool: Pool, profile: DeviceProfile, *, demand: int, tree: Node) -> tuple[NodeInventory, ...]:
+    """Nodes as a profile describes them."""
+    sizes = node_sizes(name, pool, default=profile.devices_per_node, demand=demand, tree=tree)
+    blank = NodeInventory(
+        hostname="",
+        platform=profile.platform,
+        arch=profile.arch,
+        devices=(),
+        cpus=0,
+        memory_bytes=profile.node_memory_bytes,
+        virtual=profile.virtual,
+    )
+    nodes = []
+    for index, size in enumerate(sizes):
+        memory = profile.node_memory_bytes // size if profile.virtual else profile.memory_bytes
+        nodes.append(with_devices(replace(blank, hostname=f"{name}-{index}"), size, memory, profile.name))
+    return tuple(nodes)
+
+
+def with_devices(node: NodeInventory, count: int, memory_bytes: int, kind: str) -> NodeInventory:
+    """The node with `count` equal devices."""
+    devices = tuple(Device(index=i, uuid=f"{node.hostname}:{i}", name=kind, memory_bytes=memory_bytes) for i in range(count))
+    return replace(node, devices=devices)
+
+
+def real_nodes(
+    name: str, pool: Pool, inventories: tuple[NodeInventory, ...], *, demand: int, tree: Node
+) -> tuple[NodeInventory, ...]:
+    """Nodes as they were found; a host's slots are made here. Raises TopologyError E201 when there are too few nodes."""
+    wanted = sum(group.count for group in pool.nodes) if isinstance(pool.nodes, tuple) else pool.nodes
+    if len(inventories) < wanted:
+        text = f"{wanted} nodes are asked for, {len(inventories)} are there"
+        where = place_of(tree, "pools", name, "nodes")
+        raise rule_error("E201", f"pools.{name}.nodes", text, where=where, fix=f"write {len(inventories)}, or add nodes")
+    chosen = inventories[:wanted]
+    foreign = sorted({n.platform for n in chosen if n.platform != pool.platform})
+    if foreign:
+        text = f"the inventory is of {', '.join(foreign)}, the pool of {pool.platform}"
+        fix = "give the pool's own inventory"
+        raise rule_error("E105", f"pools.{name}", text, where=place_of(tree, "pools", name), fix=fix)
+    if not all(node.virtual for node in chosen):
+        return chosen
+    sizes = node_sizes(name, pool, default=None, demand=demand, tree=tree)
+    kind = chosen[0].devices[0].name if chosen[0].devices else "slot"
+    return tuple(with_devices(node, size, node.memory_bytes // size, kind) for node, size in zip(chosen, sizes, strict=True))

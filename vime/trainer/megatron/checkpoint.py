@@ -1,0 +1,138 @@
+"""Distributed checkpoints: model, optimizer, schedule, counters and the random state of every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vime.errors import CheckpointError
+from vime.trainer.megatron.model import Model
+from vime.trainer.megatron.parallel import Axes, random_state, set_random_state
+from vime.trainer.runtime import DeviceRuntime
+
+FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """How far training is: steps of the run and optimizer updates."""
+
+    steps: int = 0
+    updates: int = 0
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a checkpoint holds."""
+
+    model: Model
+    wrapped: Any
+    optimizer: Any
+    scheduler: Any
+    runtime: DeviceRuntime
+    axes: Axes
+    progress: Progress
+
+
+def save(state: TrainState, directory: Path) -> None:
+    """Write a checkpoint into an empty directory; a collective over all ranks. Raises CheckpointError."""
+    from megatron.core import dist_checkpointing
+
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    content = _content(state)
+    tensors = _sharded(state, is_loading=False, with_random_state=True)
+    tensors["progress"] = dataclasses.asdict(state.progress)
+    tensors["scheduler"] = state.scheduler.state_dict()
+    try:
+        dist_checkpointing.save(tensors, str(directory), content_metadata=content)
+    except _failures() as error:
+        raise CheckpointError(
+            f"cannot write a checkpoint: {error}", where=str(directory), fix="check space and rights"
+        ) from error
+
+
+def load(state: TrainState, directory: Path) -> None:
+    """Restore in place; a collective over all ranks.
+
+    In another layout the random state cannot be restored and is left as it is. Raises CheckpointError for a checkpoint
+    that is torn or of another model.
+    """
+    from megatron.core import dist_checkpointing
+
+    if not (directory / "metadata.json").is_file():
+        raise CheckpointError("not a complete checkpoint", where=str(directory), fix="use the checkpoint before it")
+    try:
+        content = dist_checkpointing.load_content_metadata(str(directory)) or {}
+        _check_content(content, _content(state), directory)
+        same_layout = content["layout"] == _content(state)["layout"]
+        tensors = _sharded(state, is_loading=True, with_random_state=same_layout)
+        loaded: Any = dist_checkpointing.load(tensors, str(directory))
+    except _failures() as error:
+        raise CheckpointError(f"cannot read the checkpoint: {error}", where=str(directory)) from error
+    _restore(state, loaded)
+
+
+def _restore(state: TrainState, loaded: dict[str, Any]) -> None:
+    state.model.bare.load_state_dict(loaded["model"])
+    with torch.no_grad():
+        state.optimizer.load_state_dict(loaded["optimizer"])
+    state.scheduler.num_steps = 0
+    state.scheduler.load_state_dict(loaded["scheduler"])
+    state.progress.steps, state.progress.updates = loaded["progress"]["steps"], loaded["progress"]["updates"]
+    if "random" in loaded:
+        set_random_state(loaded["random"], state.runtime)
+
+
+def _sharded(state: TrainState, *, is_loading: bool, with_random_state: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    model = state.model.bare.sharded_state_dict(metadata=metadata)
+    tensors = {
+        "model": model,
+        "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
+    }
+    if with_random_state:
+        value = None if is_loading else random_state(state.runtime)
+        tensors["random"] = ShardedObject("random", value, (dist.get_world_size(),), (dist.get_rank(),))
+    return tensors
+
+
+def _content(state: TrainState) -> dict[str, Any]:
+    axes = state.axes
+    return {
+        "format": FORMAT,
+        "layout": [axes.tp_size, axes.pp_size, axes.dp_size],
+        "model": dataclasses.asdict(state.model.shape),
+        "dtype": str(state.model.config.params_dtype),
+    }
+
+
+def _check_content(found: dict[str, Any], expected: dict[str, Any], directory: Path) -> None:
+    for key in ("format", "model", "dtype"):
+        if found.get(key) != expected[key]:
+            raise CheckpointError(
+                f"the checkpoint's {key} is {found.get(key)}, this run's is {expected[key]}",
+                where=str(directory),
+                fix="resume with the model and dtype that the checkpoint was made with",
+            )
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    return (CheckpointingException, OSError, KeyError, ValueError, RuntimeError, AssertionError)

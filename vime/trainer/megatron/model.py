@@ -1,0 +1,219 @@
+"""From a Hugging Face config to a megatron-core model on this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vime.errors import ConfigError, TrainerError
+from vime.facts.model import ModelShape
+from vime.facts.process import MegatronAdaptation
+from vime.models.base import Family
+from vime.trainer.megatron.attention import block_spec
+from vime.trainer.megatron.parallel import Axes
+from vime.trainer.setup import TrainerSetup
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+VOCAB_MULTIPLE = 8
+"""Every rank's share of the padded vocabulary is a multiple of this."""
+
+OWNED = {
+    "num_layers": "config.json",
+    "hidden_size": "config.json",
+    "params_dtype": "model.dtype",
+    "pipeline_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "tensor_model_parallel_size": "the topology's parallel.tp",
+    "pipeline_model_parallel_size": "the topology's parallel.pp",
+    "context_parallel_size": "the topology's parallel.cp",
+    "expert_model_parallel_size": "the topology's parallel.ep",
+    "recompute_granularity": "trainer.recompute",
+    "calculate_per_token_loss": "algorithm.loss_mean",
+}
+"""Fields that have another home: trainer.megatron may not set them."""
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises ConfigError for a type that the trainer cannot train in."""
+    if name not in DTYPES:
+        raise ConfigError(f"the trainer cannot train in {name}", fix=f"set model.dtype to one of: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def transformer_values(setup: TrainerSetup, family: Family, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field of the transformer config that is not left at megatron-core's default.
+
+    Later layers win: vime's own, the family's, `trainer.megatron`, the platform's overrides. Raises ConfigError for keys
+    of `trainer.megatron` that megatron-core does not know or that vime owns.
+    """
+    values = {**_own_values(setup), **family.transformer_values(hf_config), **checked_passthrough(setup.trainer.megatron)}
+    values |= {name: override.value for name, override in setup.adaptation.overrides.items()}
+    activation = values.get("activation_func")
+    if isinstance(activation, str):
+        values["activation_func"] = getattr(torch.nn.functional, activation)
+    return values
+
+
+def checked_passthrough(section: Mapping[str, Any]) -> dict[str, Any]:
+    """`trainer.megatron` as it is, or a ConfigError naming every key that cannot be set there."""
+    import difflib
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    problems = []
+    for key in section:
+        if key in OWNED:
+            problems.append(f"trainer.megatron.{key} is set by {OWNED[key]}")
+        elif key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            problems.append(f"trainer.megatron.{key} is no field of megatron-core's transformer config{hint}")
+    if problems:
+        raise ConfigError("; ".join(problems), fix="correct or remove these keys")
+    return dict(section)
+
+
+def _own_values(setup: TrainerSetup) -> dict[str, Any]:
+    parallel, dtype = setup.parallel, torch_dtype(setup.dtype)
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "calculate_per_token_loss": True,
+        "attention_softmax_in_fp32": True,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "variable_seq_lengths": parallel.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        **_RECOMPUTE[setup.trainer.recompute],
+    }
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """The smallest size that gives every tensor-parallel rank the same multiple of `VOCAB_MULTIPLE`."""
+    multiple = VOCAB_MULTIPLE * tp
+    return -(-vocab // multiple) * multiple
+
+
+def check_divisible(shape: ModelShape, axes: Axes) -> None:
+    """Raise TrainerError naming the numbers when an axis does not divide the model."""
+    for name, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads), ("MLP columns", shape.ffn)):
+        if size % axes.tp_size:
+            raise TrainerError(f"{size} {name} do not divide into tp {axes.tp_size}", fix=f"choose a tp that divides {size}")
+    if shape.layers % axes.pp_size:
+        raise TrainerError(
+            f"{shape.layers} layers do not divide into pp {axes.pp_size}", fix=f"choose a pp that divides {shape.layers}"
+        )
+
+
+class RowSelect:
+    """Keeps only the rows of hidden states that predict a target, so that the head computes nothing else.
+
+    Hooked before the output layer; `rows` is set for each micro-batch, None keeps every row.
+    """
+
+    def __init__(self, axes: Axes, *, sequence_parallel: bool) -> None:
+        self.rows: Tensor | None = None
+        self._group = axes.tp_group if sequence_parallel else None
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """hidden [tokens (/ tp), 1, hidden] -> [rows, 1, hidden]."""
+        hidden = args[0]
+        if self._group is not None:
+            from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self._group)
+        if self.rows is not None:
+            hidden = hidden.index_select(0, self.rows)
+        return (hidden, *args[1:]), kwargs
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """This rank's part of the policy. `bare` is megatron-core's module, unwrapped; `select` is None before the last stage."""
+
+    bare: Any
+    config: Any
+    family: Family
+    shape: ModelShape
+    hf_config: Mapping[str, Any]
+    select: RowSelect | None
+
+
+def build_model(
+    setup: TrainerSetup, *, axes: Axes, family: Family, hf_config: Mapping[str, Any], device: torch.device
+) -> Model:
+    """The model with undefined weights. Raises ConfigError or TrainerError when it does not fit the layout."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    shape, rotary = family.shape(hf_config), family.rotary(hf_config)
+    check_divisible(shape, axes)
+    config = TransformerConfig(**transformer_values(setup, family, hf_config))
+    bare = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, setup.adaptation),
+        vocab_size=padded_vocab(shape.vocab, axes.tp_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=axes.is_first_stage,
+        post_process=axes.is_last_stage,
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=rotary.percent,
+        rotary_base=int(rotary.base) if rotary.base.is_integer() else rotary.base,  # type: ignore[arg-type]
+        parallel_output=True,
+    ).to(device)
+    select = _hook_head(bare, axes, config) if axes.is_last_stage else None
+    return Model(bare, config, family, shape, hf_config, select)
+
+
+def _hook_head(bare: Any, axes: Axes, config: Any) -> RowSelect:
+    """Under sequence parallelism rows are picked from all tokens, so the head must not gather them again."""
+    select = RowSelect(axes, sequence_parallel=config.sequence_parallel)
+    bare.output_layer.sequence_parallel = False
+    bare.output_layer.allreduce_dgrad = axes.tp_size > 1
+    bare.output_layer.register_forward_pre_hook(select, with_kwargs=True)
+    return select
+
+
+def wrap_model(model: Model) -> Any:
+    """The model under mixed precision (where asked for) and data parallelism with a distributed optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    module = Float16Module(model.config, model.bare) if model.config.bf16 else model.bare
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(model.config, settings, module)
+
+
+def adaptation_notes(adaptation: MegatronAdaptation) -> tuple[str, ...]:
+    """One line for every setting that the platform forces."""
+    return tuple(f"{name} = {override.value!r}: {override.why}" for name, override in adaptation.overrides.items())

@@ -1,0 +1,107 @@
+"""Adam, its learning-rate schedule, and one checked update."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from vime.config.schema import OptimizerSection
+from vime.errors import TrainerError
+from vime.facts.process import Factory
+from vime.trainer.megatron.model import Model
+
+
+def use_fused_adam(factory: Factory | None) -> None:
+    """Let megatron-core build the platform's fused Adam, as it builds Apex's or TransformerEngine's where those exist."""
+    if factory is None:
+        return
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    plain: Any = optimizer
+    distributed: Any = distrib_optimizer
+    plain.Adam = distributed.Adam = factory.load()
+    plain.USING_PYTORCH_OPTIMIZER = False
+    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+    distributed.USING_TE_OPTIMIZER = False
+
+
+def build_optimizer(section: OptimizerSection, *, model: Model, wrapped: Any) -> Any:
+    """megatron-core's distributed optimizer over the wrapped model."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=section.lr,
+        min_lr=section.min_lr,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.betas[0],
+        adam_beta2=section.betas[1],
+        adam_eps=section.eps,
+        clip_grad=section.clip_grad,
+        bf16=model.config.bf16,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(config, [wrapped])
+
+
+def build_scheduler(section: OptimizerSection, *, optimizer: Any, num_steps: int, updates_per_step: int) -> Any:
+    """Warm-up, then constant, linear or cosine; counts optimizer updates. Update k (from 1) uses the schedule's value at k.
+
+    `warmup_steps` and `decay_steps` are steps of the run, each of `updates_per_step` updates. Raises TrainerError when
+    the warm-up does not end before the decay does, or when `min_lr` is above `lr`. On resume the settings given here win;
+    only the count is restored.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    warmup, decay = section.warmup_steps * updates_per_step, (section.decay_steps or num_steps) * updates_per_step
+    if section.min_lr > section.lr:
+        raise TrainerError(f"min_lr {section.min_lr} is above lr {section.lr}", fix="lower trainer.optimizer.min_lr")
+    if section.decay == "constant":
+        decay = max(decay, warmup + 1)
+    if warmup >= decay:
+        raise TrainerError(
+            f"the warm-up of {section.warmup_steps} steps does not end before the decay ({decay // updates_per_step} steps)",
+            fix="lower trainer.optimizer.warmup_steps or raise decay_steps",
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=section.lr,
+        min_lr=section.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=section.decay,
+        start_wd=section.weight_decay,
+        end_wd=section.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+@torch.no_grad()
+def update(optimizer: Any, scheduler: Any) -> tuple[float, float]:
+    """One update with the reduced gradients in place -> (global gradient norm before clipping, learning rate used).
+
+    Raises TrainerError, on every rank and before any weight changes, when the norm is not finite.
+    """
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        raise TrainerError(
+            f"the gradient norm is {norm}; no weight was changed", fix="lower the learning rate or check the data"
+        )
+    scheduler.step(1)
+    for part in optimizer.chained_optimizers:
+        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+    optimizer.step_with_ready_grads()
+    return norm, float(optimizer.param_groups[0]["lr"])

@@ -1,0 +1,180 @@
+"""Forward and backward over a step's micro-batches, and the numbers that come out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vime.algorithms.base import Algorithm, LossSums, TokenBatch
+from vime.errors import TrainerError
+from vime.trainer.megatron.logprobs import is_greedy, log_probs_and_entropy
+from vime.trainer.megatron.model import Model
+from vime.trainer.megatron.packing import Pack, Targets
+from vime.trainer.megatron.parallel import Axes
+
+Job = tuple[Pack, "MicroBatch | None"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch's targets; `old_log_probs` [targets] where the algorithm recomputes them, on the last stage."""
+
+    targets: Targets
+    old_log_probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Per-target results of a pack, each [targets]."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    greedy: Tensor | None = None
+
+
+class Passes:
+    """Runs packs through the pipeline schedule of megatron-core."""
+
+    def __init__(
+        self, model: Model, wrapped: Any, *, axes: Axes, algorithm: Algorithm, temperature: float, chunk_rows: int
+    ) -> None:
+        self._model, self._wrapped, self._axes = model, wrapped, axes
+        self._algorithm = algorithm
+        self._temperature, self._chunk_rows = temperature, chunk_rows
+
+    def train(self, jobs: Sequence[tuple[Pack, MicroBatch]]) -> list[LossSums]:
+        """Forward and backward; gradients end up reduced over all ranks. Sums of each micro-batch on the last stage."""
+        self._wrapped.train()
+        return self._run(jobs, self._train_step, forward_only=False)
+
+    @torch.no_grad()
+    def score(self, packs: Sequence[Pack], *, temperature: float, greedy: bool = False) -> list[Scores]:
+        """Forward alone. Scores of each pack on the last stage, nothing elsewhere."""
+        self._wrapped.eval()
+
+        def forward_step(jobs: Iterator[Job], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            pack, _ = next(jobs)
+            output = self._forward(module, pack)
+
+            def finish(logits: Tensor) -> tuple[Tensor, Tensor, Scores]:
+                scores = self._scores(logits, pack, temperature=temperature, greedy=greedy)
+                return logits.new_zeros(()), torch.zeros((), dtype=torch.int), scores
+
+            return output, finish
+
+        return self._run([(pack, None) for pack in packs], forward_step, forward_only=True)
+
+    def _train_step(self, jobs: Iterator[Any], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        pack, micro_batch = next(jobs)
+        output = self._forward(module, pack)
+
+        def finish(logits: Tensor) -> tuple[Tensor, Tensor, LossSums]:
+            sums = self._loss(self._scores(logits, pack, temperature=self._temperature), micro_batch)
+            return sums.loss, torch.zeros((), dtype=torch.int, device=sums.loss.device), sums
+
+        return output, finish
+
+    def _forward(self, module: Any, pack: Pack) -> Tensor:
+        if self._model.select is not None:
+            self._model.select.rows = pack.rows
+        options: dict[str, Any] = {"fp32_output": False} if self._model.config.bf16 else {}
+        return module(pack.ids, pack.positions, None, packed_seq_params=pack.params, **options)
+
+    def _scores(self, logits: Tensor, pack: Pack, *, temperature: float, greedy: bool = False) -> Scores:
+        flat = logits.view(-1, logits.shape[-1])
+        vocab, group = self._model.shape.vocab, self._axes.tp_group
+        log_probs, entropy = log_probs_and_entropy(
+            flat, pack.targets, vocab=vocab, temperature=temperature, chunk_rows=self._chunk_rows, group=group
+        )
+        best = is_greedy(flat, pack.targets, vocab=vocab, group=group) if greedy else None
+        return Scores(log_probs, entropy, best)
+
+    def _loss(self, scores: Scores, micro_batch: MicroBatch) -> LossSums:
+        targets = micro_batch.targets
+        old = targets.rollout_log_probs if micro_batch.old_log_probs is None else micro_batch.old_log_probs
+        return self._algorithm.loss(
+            TokenBatch(
+                log_probs=scores.log_probs,
+                entropy=scores.entropy if self._algorithm.needs_entropy_gradient else scores.entropy.detach(),
+                old_log_probs=old,
+                rollout_log_probs=targets.rollout_log_probs,
+                advantages=targets.advantages,
+                mask=targets.mask,
+                weights=targets.weights,
+            )
+        )
+
+    def _run(self, jobs: Sequence[Any], forward_step: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if not jobs:
+            return []
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(jobs),
+            model=[self._wrapped],
+            num_microbatches=len(jobs),
+            seq_length=max(pack.ids.shape[1] for pack, _ in jobs),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return results if self._axes.is_last_stage else []
+
+
+def finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Reduce gradients over all ranks; losses carry their global denominators already, so nothing is scaled."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(model, None, **options)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A whole update's numbers, the same on every rank."""
+
+    weighted: Mapping[str, float]
+    token_means: Mapping[str, float]
+    token_maxima: Mapping[str, float]
+    tokens: int
+
+
+def reduce_sums(parts: Sequence[LossSums], *, axes: Axes, like: LossSums, device: torch.device) -> Totals:
+    """Add up micro-batches and data-parallel ranks in float64 and bring the result to every pipeline stage.
+
+    `like` gives the names, which a stage without a loss does not see. Raises TrainerError on every rank when the loss is
+    not finite.
+    """
+    weighted, token_sums, maxima = tuple(like.weighted), tuple(like.token_sums), tuple(like.token_maxima)
+    sums = torch.zeros(1 + len(weighted) + len(token_sums), dtype=torch.float64, device=device)
+    highest = torch.zeros(len(maxima), dtype=torch.float64, device=device)
+    for part in parts:
+        values = [part.tokens, *(part.weighted[n] for n in weighted), *(part.token_sums[n] for n in token_sums)]
+        sums += torch.stack([value.double() for value in values])
+        if maxima:
+            highest = torch.maximum(highest, torch.stack([part.token_maxima[n].double() for n in maxima]))
+    if dist.get_world_size(axes.dp_group) > 1:
+        dist.all_reduce(sums, group=axes.dp_group)
+        if maxima:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=axes.dp_group)
+    if axes.pp_size > 1:
+        packed = torch.cat([sums, highest])
+        dist.broadcast(packed, src=axes.last_stage_rank, group=axes.pp_group)
+        sums, highest = packed[: len(sums)], packed[len(sums) :]
+    tokens, *values = sums.tolist()
+    totals = Totals(
+        weighted=dict(zip(weighted, values[: len(weighted)], strict=True)),
+        token_means={n: v / max(tokens, 1.0) for n, v in zip(token_sums, values[len(weighted) :], strict=True)},
+        token_maxima=dict(zip(maxima, highest.tolist(), strict=True)),
+        tokens=int(tokens),
+    )
+    if not all(math.isfinite(value) for value in totals.weighted.values()):
+        raise TrainerError(
+            f"the loss is {dict(totals.weighted)}; no weight was changed", fix="check log-probs and rewards for NaN"
+        )
+    return totals

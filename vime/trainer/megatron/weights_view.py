@@ -1,0 +1,283 @@
+"""The policy under its Hugging Face names: read into this rank's shards, and put together again from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vime.errors import ConfigError
+from vime.facts.model import ModelShape
+from vime.models.base import Join, NameRow
+from vime.trainer.megatron.model import Model
+from vime.trainer.megatron.parallel import Axes
+from vime.weights.manifest import build_manifest
+from vime.weights.transports.base import Manifest, TensorSpec
+
+TensorSource = Callable[[str, tuple[int, ...]], Tensor]
+"""(Hugging Face name, full shape) -> tensor."""
+
+MAX_SHARD_BYTES = 4 * 2**30
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One local parameter: its row, Hugging Face names and the full shapes behind them. `is_copy`: held elsewhere too."""
+
+    param: Tensor
+    row: NameRow
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_copy: bool
+
+
+class WeightsView:
+    """Both directions between this rank's parameters and full tensors under Hugging Face names."""
+
+    def __init__(self, model: Model, axes: Axes) -> None:
+        self._model = model
+        self._axes = axes
+        self._manifest: Manifest | None = None
+
+    def entries(self) -> list[Entry]:
+        """This stage's parameters in model order. Raises ConfigError for one that the family's table lacks."""
+        from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+        table, shape = self._model.family.table, self._model.shape
+        offset = get_transformer_layer_offset(self._model.config)
+        entries = []
+        for name, param in self._model.bare.named_parameters():
+            row, names = table.to_hf(name, layer_offset=offset)
+            is_copy = shape.tied_embeddings and names[0] in table.tied
+            entries.append(Entry(param, row, names, self._full_shapes(param, row), is_copy))
+        return entries
+
+    def _full_shapes(self, param: Tensor, row: NameRow) -> tuple[tuple[int, ...], ...]:
+        shape = self._model.shape
+        sizes = list(param.shape)
+        if row.tp_dim is not None:
+            sizes[row.tp_dim] *= self._axes.tp_size
+        if row.is_vocab:
+            sizes[0] = shape.vocab
+        return tuple((rows, *sizes[1:]) for rows in _part_rows(row.join, sizes[0], shape))
+
+    @torch.no_grad()
+    def load(self, source: TensorSource) -> None:
+        """Fill every local parameter from full tensors. Raises ConfigError for a tensor of another shape."""
+        tied = self._model.family.table.tied
+        for entry in self.entries():
+            parts = []
+            for name, expected in zip(entry.names, entry.shapes, strict=True):
+                name = tied[name] if entry.is_copy else name
+                part = source(name, expected)
+                if tuple(part.shape) != expected:
+                    raise ConfigError(f"{name} has shape {tuple(part.shape)}, config.json implies {expected}")
+                parts.append(part)
+            entry.param.data.copy_(self._shard(_joined(parts, entry.row.join, self._model.shape), entry))
+
+    def _shard(self, full: Tensor, entry: Entry) -> Tensor:
+        """This rank's part of a joined tensor; vocabulary rows are padded with zeros first."""
+        row, rank, size = entry.row, self._axes.tp_rank, self._axes.tp_size
+        if row.is_vocab and (missing := entry.param.shape[0] * size - full.shape[0]):
+            full = torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
+        if row.tp_dim is None or size == 1:
+            return full
+        if row.join is Join.GATE_UP:
+            return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+        return full.chunk(size, dim=row.tp_dim)[rank]
+
+    @torch.no_grad()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of this stage in manifest order; a collective over the tensor-parallel ranks.
+
+        A tensor may be a view of a parameter: copy it before the next update. The copy of a tied tensor is left out.
+        """
+        for entry in self.entries():
+            if entry.is_copy:
+                continue
+            whole = self._gathered(entry)
+            yield from zip(entry.names, _parted(whole, entry.row.join, entry.shapes, self._model.shape), strict=True)
+
+    def _gathered(self, entry: Entry) -> Tensor:
+        own, row, size = entry.param.detach(), entry.row, self._axes.tp_size
+        if row.tp_dim is not None and size > 1:
+            parts = [torch.empty_like(own) for _ in range(size)]
+            dist.all_gather(parts, own.contiguous(), group=self._axes.tp_group)
+            if row.join is Join.GATE_UP:
+                halves = [part.chunk(2) for part in parts]
+                own = torch.cat([half[side] for side in (0, 1) for half in halves])
+            else:
+                own = torch.cat(parts, dim=row.tp_dim)
+        return own[: self._model.shape.vocab] if row.is_vocab else own
+
+    def manifest(self) -> Manifest:
+        """Every tensor of the whole model, stage after stage; a collective over the pipeline the first time."""
+        if self._manifest is None:
+            local = [
+                (name, str(entry.param.dtype).removeprefix("torch."), shape)
+                for entry in self.entries()
+                if not entry.is_copy
+                for name, shape in zip(entry.names, entry.shapes, strict=True)
+            ]
+            stages: list[Any] = [local]
+            if self._axes.pp_size > 1:
+                stages = [None] * self._axes.pp_size
+                dist.all_gather_object(stages, local, group=self._axes.pp_group)
+            self._manifest = build_manifest(row for stage in stages for row in stage)
+        return self._manifest
+
+    def on_first_rank(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of the whole model on global rank 0, nothing elsewhere; every rank must exhaust it."""
+        stages = self._stage_writers()
+        manifest = {spec.name: spec for spec in self.manifest().tensors}
+        rank = dist.get_rank()
+        is_sender = self._axes.is_writer and rank != 0
+        for name, tensor in self.full_tensors():
+            if rank == 0:
+                yield name, tensor
+            elif is_sender:
+                dist.send(tensor.contiguous(), dst=0)
+        if rank == 0:
+            own = {name for entry in self.entries() if not entry.is_copy for name in entry.names}
+            for writer, names in stages:
+                for name in names if writer != 0 else ():
+                    yield name, self._receive(manifest[name], writer)
+            assert own.isdisjoint(n for writer, names in stages if writer != 0 for n in names)
+
+    def _stage_writers(self) -> list[tuple[int, tuple[str, ...]]]:
+        """(global rank of the writer, names) of every stage of the first pipeline."""
+        names = tuple(name for entry in self.entries() if not entry.is_copy for name in entry.names)
+        if self._axes.pp_size == 1:
+            return [(0, names)]
+        gathered: list[Any] = [None] * self._axes.pp_size
+        dist.all_gather_object(gathered, (dist.get_rank(), names), group=self._axes.pp_group)
+        return gathered
+
+    def _receive(self, spec: TensorSpec, writer: int) -> Tensor:
+        device = next(self._model.bare.parameters()).device
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        dist.recv(tensor, src=writer)
+        return tensor
+
+    def save_hf(self, directory: Path, *, model_path: Path, dtype: str) -> None:
+        """Write a Hugging Face folder: safetensors, config.json, and the tokenizer and other small files as they are.
+
+        A collective over all ranks; rank 0 writes.
+        """
+        from safetensors.torch import save_file
+
+        files = _shard_names(self.manifest())
+        pending: dict[str, dict[str, Tensor]] = {}
+        if dist.get_rank() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+        for name, tensor in self.on_first_rank():
+            file = files[name]
+            pending.setdefault(file, {})[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            if len(pending[file]) == sum(other == file for other in files.values()):
+                save_file(pending.pop(file), directory / file, metadata={"format": "pt"})
+        if dist.get_rank() == 0:
+            _write_small_files(directory, model_path, hf_config={**self._model.hf_config}, dtype=dtype)
+            if len(set(files.values())) > 1:
+                index = {"metadata": {"total_size": sum(t.nbytes for t in self.manifest().tensors)}, "weight_map": files}
+                (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        dist.barrier()
+
+
+def folder_source(model_dir: Path) -> TensorSource:
+    """Read tensors from the safetensors of a folder. Raises ConfigError for a missing file or tensor."""
+    from safetensors import safe_open
+
+    index = model_dir / "model.safetensors.index.json"
+    where: dict[str, str] = {}
+    if index.is_file():
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    paths = sorted({model_dir / file for file in where.values()} or model_dir.glob("*.safetensors"))
+    if not paths or not all(path.is_file() for path in paths):
+        raise ConfigError(f"{model_dir} lacks its safetensors", fix="set model.path to a complete model folder")
+    files: dict[str, Any] = {}
+    for path in paths:
+        opened: Any = safe_open(path, framework="pt")
+        files.update(dict.fromkeys(opened.keys(), opened))
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in files:
+            raise ConfigError(f"{model_dir} has no tensor {name}", fix="set model.path to a complete model folder")
+        return files[name].get_tensor(name)
+
+    return read
+
+
+def drawn_source(seed: int, *, std: float) -> TensorSource:
+    """Draw tensors: ones for vectors (norms), else normal with deviation `std`. Layouts do not change what is drawn."""
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.randn(shape, generator=generator) * std
+
+    return draw
+
+
+def _part_rows(join: Join, rows: int, shape: ModelShape) -> tuple[int, ...]:
+    """Rows of each Hugging Face part of a joined tensor with `rows` rows."""
+    if join is Join.GATE_UP:
+        return (rows // 2, rows // 2)
+    if join is Join.QKV:
+        return (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim)
+    return (rows,)
+
+
+def _joined(parts: list[Tensor], join: Join, shape: ModelShape) -> Tensor:
+    """Full Hugging Face parts -> one full tensor in Megatron's row order."""
+    if join is Join.ONE:
+        return parts[0]
+    if join is Join.GATE_UP:
+        return torch.cat(parts)
+    grouped = [part.reshape(shape.kv_heads, -1, *part.shape[1:]) for part in parts]
+    return torch.cat(grouped, dim=1).reshape(-1, *parts[0].shape[1:])
+
+
+def _parted(whole: Tensor, join: Join, shapes: tuple[tuple[int, ...], ...], shape: ModelShape) -> list[Tensor]:
+    """Inverse of `_joined`."""
+    if join is Join.ONE:
+        return [whole]
+    if join is Join.GATE_UP:
+        return list(whole.chunk(2))
+    grouped = whole.reshape(shape.kv_heads, -1, *whole.shape[1:])
+    rows = [part[0] // shape.kv_heads for part in shapes]
+    return [part.reshape(size) for part, size in zip(grouped.split(rows, dim=1), shapes, strict=True)]
+
+
+def _shard_names(manifest: Manifest) -> dict[str, str]:
+    """File of every tensor: in order, cut at `MAX_SHARD_BYTES`."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for spec in manifest.tensors:
+        if used and used + spec.nbytes > MAX_SHARD_BYTES:
+            shards.append([])
+            used = 0
+        shards[-1].append(spec.name)
+        used += spec.nbytes
+    if len(shards) == 1:
+        return dict.fromkeys(shards[0], "model.safetensors")
+    return {name: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, names in enumerate(shards, 1) for name in names}
+
+
+def _write_small_files(directory: Path, model_path: Path, *, hf_config: dict[str, Any], dtype: str) -> None:
+    for path in model_path.iterdir():
+        if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(path, directory / path.name)
+    key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
+    config = {**hf_config, key: dtype}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
