@@ -80,6 +80,8 @@ def run_make(args: argparse.Namespace) -> int:
     print(f"{made.num_draws} draws, {made.num_questions} different questions")
     for path, rows in made.rows.items():
         print(f"{rows:>8} rows  {path}")
+    if made.num_unlabelled:
+        print(f"{made.num_unlabelled} questions have no label, only a verifier: train on them with data.label_key: null")
     return 0
 
 

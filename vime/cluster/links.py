@@ -87,8 +87,8 @@ class TrainerLink:
     async def stream(self) -> None:
         await self._first("stream")
 
-    async def probe_log_probs(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        return (await self.all("log_probs", ids))[0]
+    async def probe_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return (await self.all("log_probs", sequences))[0]
 
     async def _first(self, method: str, *words: Any) -> Any:
         return await self._rank(0, method, *words)

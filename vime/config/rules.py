@@ -57,16 +57,15 @@ def nearest_divisors(total: int, wanted: int) -> tuple[int, ...]:
 
 
 def _batch(config: Config) -> Iterator[Said]:
-    updates, size = config.trainer.updates_per_step, config.rollout.batch_size
-    each = 1 if config.algorithm.kind == "sft" else config.rollout.group_size
-    samples = size * each
-    if samples % updates:
-        near = " or ".join(str(d) for d in nearest_divisors(samples, updates))
-        sum_text = f"rollout.batch_size {size}" + (f" x rollout.group_size {each} = {samples} samples" if each > 1 else " rows")
-        what = (
-            f"`trainer.updates_per_step` {updates} does not divide {sum_text}: {samples} / {updates} leaves {samples % updates}"
-        )
-        yield "trainer.updates_per_step", what, f"set trainer.updates_per_step to {near}, or change rollout.batch_size"
+    """Updates are made of whole groups; supervised batches may split unevenly."""
+    updates, groups = config.trainer.updates_per_step, config.rollout.batch_size
+    if config.algorithm.kind == "sft" or groups % updates == 0:
+        return
+    near = " or ".join(str(d) for d in nearest_divisors(groups, updates))
+    rest = f"{groups} / {updates} leaves {groups % updates}"
+    what = f"`trainer.updates_per_step` {updates} does not divide rollout.batch_size {groups} groups: {rest}"
+    batches = " or ".join(str(b) for b in (groups // updates * updates, groups // updates * updates + updates) if b)
+    yield "trainer.updates_per_step", what, f"use {near} updates, or batches of {batches} groups"
 
 
 def _lengths(config: Config) -> Iterator[Said]:
@@ -118,7 +117,9 @@ def _inert(config: Config, given: AbstractSet[str]) -> Iterator[Said]:
         yield "plugins.allow", f"`plugins.allow` has no effect for {', '.join(sorted(plugins))}: deny beats allow", None
 
 
-_SFT_ROLLOUT = frozenset({"rollout.batch_size", "rollout.vllm", "rollout.router", "rollout.start_timeout_s", "rollout.workers"})
+_SFT_ROLLOUT = frozenset(
+    {f"rollout.{key}" for key in ("batch_size", "group_size", "vllm", "router", "start_timeout_s", "workers")}
+)
 
 
 def _one(keys: list[str], why: str, fix: str) -> Iterator[Said]:

@@ -34,11 +34,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class MadeFiles:
-    """What `make_prompt_files` wrote: rows by path, draws and different questions among them."""
+    """What `make_prompt_files` wrote: rows by path, draws, different questions among them, and how many have no label."""
 
     rows: Mapping[Path, int]
     num_draws: int
     num_questions: int
+    num_unlabelled: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,8 @@ def make_prompt_files(
         _write_rows(path, (entries[question] for question in questions[start : start + size]))
         rows[path] = size
         start += size
-    return MadeFiles(rows, num_draws, len(questions))
+    num_unlabelled = sum(entry["label"] is None for entry in entries.values())
+    return MadeFiles(rows, num_draws, len(questions), num_unlabelled)
 
 
 def _task_name(source: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,9 +76,9 @@ def plan_updates(
 ) -> tuple[UpdatePlan, ...]:
     """Split a batch into optimizer updates and each update into `dp` ranks of equally many micro-batches.
 
-    Groups stay whole and in delivery order across updates. Inside an update samples are packed by decreasing length into the
-    fewest micro-batches, then the fullest micro-batch is made as small as that number allows (MULTIFIT, Coffman, Garey and
-    Johnson 1978). Micro-batch i has about the same size on every rank. Equal lengths are neighbours in a micro-batch.
+    Groups stay whole and in delivery order across updates. Inside an update samples go to ranks so that loads are even, and
+    by decreasing length into the fewest micro-batches; then the fullest micro-batch is made as small as that number allows
+    (MULTIFIT, Coffman, Garey and Johnson 1978). Micro-batches come largest first, equal lengths next to each other.
 
     Left out of the work, because their gradient is zero, but counted in `num_rollouts` and `num_tokens`: samples without
     trainable tokens, and with `skip_flat` the groups whose scored samples have equal rewards. Neither worked on nor counted:
@@ -159,21 +160,45 @@ def _plan(groups: Sequence[Group], counted: Sequence[SampleRef], *, dp: int, max
 
 
 def _pack(items: Sequence[_Item], *, dp: int, max_tokens: int) -> tuple[tuple[tuple[SampleRef, ...], ...], ...]:
+    """Micro-batches by rank. Ranks of equal load are preferred, unless they need more micro-batches than packing at large."""
     ordered = sorted(items, key=lambda item: (-item.tokens, item.ref.group, item.ref.sample))
-    bins = _fit(ordered, capacity=max_tokens)
-    bins = _even_out(ordered, bins=bins, num_bins=math.ceil(len(bins) / dp) * dp)
-    rows = math.ceil(len(bins) / dp)
-    bins.sort(key=lambda members: -_tokens(members))
-    ranks: list[list[tuple[SampleRef, ...]]] = [[] for _ in range(dp)]
-    totals = [0] * dp
-    for row in range(rows):
-        by_load = sorted(range(dp), key=lambda rank: (totals[rank], rank))
-        members_of = dict(zip(by_load, bins[row * dp : (row + 1) * dp], strict=False))
-        for rank in range(dp):
-            members = members_of.get(rank, [])
-            totals[rank] += _tokens(members)
-            ranks[rank].append(tuple(item.ref for item in members))
-    return tuple(tuple(rank) for rank in ranks)
+    shares = _share(ordered, dp)
+    packed = [_fit(share, capacity=max_tokens) for share in shares]
+    at_large = _fit(ordered, capacity=max_tokens)
+    rows = max(len(bins) for bins in packed)
+    if rows <= math.ceil(len(at_large) / dp):
+        ranks = [_even_out(share, bins=bins, num_bins=rows) for share, bins in zip(shares, packed, strict=True)]
+    else:
+        bins = _even_out(ordered, bins=at_large, num_bins=math.ceil(len(at_large) / dp) * dp)
+        rows = math.ceil(len(bins) / dp)
+        ranks = _deal(bins, dp)
+    plan = []
+    for bins in ranks:
+        bins = sorted(bins, key=lambda members: -_tokens(members)) + [[] for _ in range(rows - len(bins))]
+        plan.append(tuple(tuple(item.ref for item in members) for members in bins))
+    return tuple(plan)
+
+
+def _share(ordered: Sequence[_Item], dp: int) -> list[list[_Item]]:
+    """Each item, longest first, to the rank with the least tokens so far."""
+    shares: list[list[_Item]] = [[] for _ in range(dp)]
+    loads = [(0, rank) for rank in range(dp)]
+    for item in ordered:
+        tokens, rank = heapq.heappop(loads)
+        shares[rank].append(item)
+        heapq.heappush(loads, (tokens + item.tokens, rank))
+    return shares
+
+
+def _deal(bins: list[list[_Item]], dp: int) -> list[list[list[_Item]]]:
+    """Whole bins to ranks, `dp` of like size at a time, the largest to the rank with the least tokens so far."""
+    bins = sorted(bins, key=lambda members: -_tokens(members))
+    ranks: list[list[list[_Item]]] = [[] for _ in range(dp)]
+    for first in range(0, len(bins), dp):
+        by_load = sorted(ranks, key=lambda rank: sum(map(_tokens, rank)))
+        for rank, members in zip(by_load, bins[first : first + dp], strict=False):
+            rank.append(members)
+    return ranks
 
 
 def _tokens(members: Sequence[_Item]) -> int:

@@ -96,15 +96,18 @@ def reproducible(row: Row) -> dict[str, Any] | None:
 
 
 class LineFile:
-    """A file of lines that only grows, and shrinks only to an earlier length. A torn last line is dropped on opening."""
+    """A file of lines that only grows, and shrinks only to an earlier length. A torn last line is dropped on opening.
+
+    Several processes may append to one file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._size = self._drop_torn_line()
+        self._drop_torn_line()
 
-    def _drop_torn_line(self) -> int:
+    def _drop_torn_line(self) -> None:
         size = end = os.fstat(self._fd).st_size
         while end > 0:
             start = max(0, end - 65536)
@@ -115,33 +118,29 @@ class LineFile:
             end = start
         if end < size:
             os.ftruncate(self._fd, end)
-        return end
 
     def append(self, line: str) -> None:
         """Hand a line to the system whole: it survives the end of this process."""
         content = memoryview((line + "\n").encode("utf-8", "replace"))
-        self._size += len(content)
         while content:
             content = content[os.write(self._fd, content) :]
 
     def position(self) -> int:
         """Length in bytes, after everything up to it is on disk, so that a checkpoint may name it."""
         os.fsync(self._fd)
-        return self._size
+        return os.fstat(self._fd).st_size
 
     def cut_back(self, position: int) -> int:
         """Drop what follows `position`; return the number of dropped bytes. Raises DataError where it is no line's end."""
-        where = str(self.path)
+        where, size = str(self.path), os.fstat(self._fd).st_size
         fix = "resume from another checkpoint, or restore the file that was written along with this one"
-        if not 0 <= position <= self._size:
-            raise DataError(f"holds {self._size} bytes, the checkpoint was written at {position}", where=where, fix=fix)
+        if not 0 <= position <= size:
+            raise DataError(f"holds {size} bytes, the checkpoint was written at {position}", where=where, fix=fix)
         if position and os.pread(self._fd, 1, position - 1) != b"\n":
             raise DataError(f"byte {position}, where the checkpoint was written, does not end a line", where=where, fix=fix)
-        dropped = self._size - position
         os.ftruncate(self._fd, position)
         os.fsync(self._fd)
-        self._size = position
-        return dropped
+        return size - position
 
     def close(self) -> None:
         """Further calls raise OSError; closing twice does nothing."""

@@ -140,6 +140,11 @@ class Recorder:
         known_metrics.update(metrics or {})
         known_seconds.update(seconds or {})
 
+    def count(self, name: str, amount: Number = 1) -> None:
+        """Add to a count in the next step's row: groups dropped by a filter, failures by kind."""
+        known, _ = self._noted.setdefault(RowKind.STEP, ({}, {}))
+        known[name] = (known.get(name) or 0) + amount
+
     def step(self, report: StepReport) -> None:
         """Write the step's row. The report's own metrics win over those taken from the batch."""
         noted, noted_seconds = self._noted.pop(RowKind.STEP, ({}, {}))

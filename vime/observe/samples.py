@@ -62,30 +62,28 @@ class SamplesFile:
             self._file.append(json.dumps(content, ensure_ascii=False, allow_nan=False))
 
     def cut_back(self, step: int) -> None:
-        """Drop the samples of later steps."""
-        position = 0
-        for kept, size in _sized(self._path):
-            if kept.step > step:
-                break
-            position += size
-        self._file.cut_back(position)
+        """Drop the samples of later steps. Nobody else may be writing."""
+        lines = read_lines(self._path)
+        kept = [line for (_, line), sample in zip(lines, read_samples(self._path), strict=True) if sample.step <= step]
+        if len(kept) < len(lines):
+            self._file.cut_back(0)
+            for line in kept:
+                self._file.append(line)
 
     def close(self) -> None:
         self._file.close()
 
 
 def read_samples(path: Path) -> list[KeptSample]:
-    """All kept samples; none where the file is absent. Raises DataError with file and line for a bad row."""
-    return [kept for kept, _ in _sized(path)] if path.is_file() else []
+    """All kept samples as they were written; none where the file is absent. Raises DataError with file and line."""
+    return [_parse(line, f"{path}:{number}") for number, line in read_lines(path)] if path.is_file() else []
 
 
-def _sized(path: Path) -> Iterable[tuple[KeptSample, int]]:
-    for number, line in read_lines(path):
-        try:
-            row = json.loads(line)
-            text = SampleText(str(row["prompt"]), str(row["response"]), as_number(row.get("reward")), row.get("label"))
-            kept = KeptSample(int(row["step"]), text)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"not a kept sample: {type(error).__name__}: {error}"
-            raise DataError(what, where=f"{path}:{number}", fix="remove the line if it was edited by hand") from None
-        yield kept, len(line.encode("utf-8", "replace")) + 1
+def _parse(line: str, where: str) -> KeptSample:
+    try:
+        row = json.loads(line)
+        text = SampleText(str(row["prompt"]), str(row["response"]), as_number(row.get("reward")), row.get("label"))
+        return KeptSample(int(row["step"]), text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"not a kept sample: {type(error).__name__}: {error}"
+        raise DataError(what, where=where, fix="remove the line if it was edited by hand") from None

@@ -63,7 +63,7 @@ def load_run(directory: Path) -> RunRecord:
         steps=tuple(steps[step] for step in sorted(steps)),
         turns=tuple(step_times(rows)),
         about=_about(directory, rows, config_text),
-        samples=tuple(read_samples(directory / layout.SAMPLES)),
+        samples=tuple(sorted(read_samples(directory / layout.SAMPLES), key=lambda kept: kept.step)),
         config_text=config_text,
     )
 

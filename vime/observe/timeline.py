@@ -28,10 +28,11 @@ SHARES: Final = (GENERATE, TRAIN, SYNC, OTHER)
 
 @dataclass(slots=True)
 class Phase:
-    """One pass through a phase. `seconds` and `details` are complete when it has ended."""
+    """One pass through a phase. `seconds` (without phases inside it) and `details` are complete when it has ended."""
 
     name: str
     seconds: float = 0.0
+    inside: float = 0.0
     details: dict[str, float] = field(default_factory=dict)
 
 
@@ -44,7 +45,7 @@ class StepTime:
 
 
 class Timeline:
-    """Accumulates seconds by name for the step in progress. Phases follow one another; spans may nest and overlap.
+    """Accumulates seconds by name for the step in progress. Phases belong to one task; spans may nest and overlap.
 
     A detail has a slash in its name and belongs to the phase before it: `sync/pause`. `clock` is monotonic, in seconds.
     """
@@ -79,15 +80,22 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Time a phase of the critical path; an exception passes through and its time counts."""
+        """Time a phase of the critical path; an exception passes through and its time counts.
+
+        A phase inside another (an evaluation that a publication waits for) takes its time from the outer one.
+        """
         phase = Phase(name)
+        outer = self._open[-1] if self._open else None
         self._open.append(phase)
         start = self._clock()
         try:
             yield phase
         finally:
-            phase.seconds = self._clock() - start
+            elapsed = self._clock() - start
+            phase.seconds = elapsed - phase.inside
             self._open.remove(phase)
+            if outer is not None:
+                outer.inside += elapsed
             self.add(name, phase.seconds)
 
     @contextmanager

@@ -113,14 +113,29 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
+    """`capacity_bytes` is the memory of a device, by pool. `together` lists the roles that sit on the same devices."""
+
     rows: tuple[MemoryRow, ...]
     capacity_bytes: Mapping[str, int]
     reserve_bytes: int
     host_bytes_per_node: int
+    together: tuple[tuple[str, ...], ...] = ()
 
     def phase_bytes(self, pool: str, phase: str) -> int:
-        """Sum over roles and tags of one device of a pool."""
-        return sum(r.num_bytes for r in self.rows if r.pool == pool and r.phase == phase)
+        """Bytes on the fullest device of a pool."""
+        rows = [r for r in self.rows if r.pool == pool and r.phase == phase]
+        return max((sum(r.num_bytes for r in rows if r.role in roles) for roles in self.together), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvReason:
+    """Why a process has an environment variable; `mode` is user, default, require or forbid."""
+
+    process: str
+    name: str
+    value: str
+    mode: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +155,9 @@ class Plan:
     perf: Mapping[str, PerfTable]
     start_timeout_s: float
     notes: tuple[str, ...] = ()
+    env_reasons: tuple[EnvReason, ...] = ()
+    hooks_asked: tuple[str, ...] = ()
+    """`platform.hook(subject)` in the order asked."""
 
 
 def pool_of(pools: Iterable[PoolPlan], name: str) -> PoolPlan:

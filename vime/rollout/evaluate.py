@@ -34,12 +34,12 @@ class PeriodicEvaluation:
         self._measure = measure
         self._report = report
         self._beside = beside
-        self._done = set(done)
+        self.done = set(done)
         self._running: asyncio.Task[None] | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether the version after `step` is to be evaluated and has not been."""
-        if not self._section.sets or step in self._done:
+        if not self._section.sets or step in self.done:
             return False
         if step == 0:
             return self._section.at_start
@@ -62,5 +62,5 @@ class PeriodicEvaluation:
 
     async def _run(self, version: PolicyVersion) -> None:
         metrics = await self._measure()
-        self._done.add(version.step)
+        self.done.add(version.step)
         self._report(version, metrics)

@@ -23,6 +23,7 @@ class PausableDeadline:
         self._spent_s = 0.0
         self._since_s: float | None = None
         self._pauses = 0
+        self._entered = False
         self._scope = asyncio.timeout(None)
 
     @property
@@ -33,6 +34,7 @@ class PausableDeadline:
 
     async def __aenter__(self) -> PausableDeadline:
         await self._scope.__aenter__()
+        self._entered = True
         self._start()
         return self
 
@@ -40,6 +42,7 @@ class PausableDeadline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
+        self._entered = False
         try:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError as expired:
@@ -62,7 +65,7 @@ class PausableDeadline:
                 self._start()
 
     def _start(self) -> None:
-        if self._pauses == 0 and not self._scope.expired():
+        if self._entered and self._pauses == 0 and not self._scope.expired():
             self._since_s = asyncio.get_running_loop().time()
             self._scope.reschedule(self._since_s + self.remaining_s)
 

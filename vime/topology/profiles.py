@@ -82,5 +82,12 @@ def real_nodes(
     if not all(node.virtual for node in chosen):
         return chosen
     sizes = node_sizes(name, pool, default=None, demand=demand, tree=tree)
-    kind = chosen[0].devices[0].name if chosen[0].devices else "slot"
-    return tuple(with_devices(node, size, node.memory_bytes // size, kind) for node, size in zip(chosen, sizes, strict=True))
+    return tuple(_with_slots(node, size) for node, size in zip(chosen, sizes, strict=True))
+
+
+def _with_slots(node: NodeInventory, count: int) -> NodeInventory:
+    """A host with as many slots as the topology asks for, each with an equal share of the memory."""
+    made = with_devices(node, count, node.memory_bytes // count, node.devices[0].name if node.devices else "slot").devices
+    share = node.memory_bytes // count
+    found = tuple(replace(device, memory_bytes=share) for device in node.devices[:count])
+    return replace(node, devices=(*found, *made[len(found) :]))

@@ -79,7 +79,7 @@ def plan_load(
     with recorder.installed():
         try:
             load_weights(recorder.feed(manifest.tensors))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (a model's loader may raise anything)
             faults = recorder.find_faults(load_weights, manifest)
             if not faults:
                 raise WeightSyncError(

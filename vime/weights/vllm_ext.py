@@ -184,7 +184,7 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Give every layer its storage back. The weights are mixed, so the engine must not serve until the next update."""
         try:
             self._finalize()
-        except Exception:
+        except Exception:  # noqa: BLE001 (the first error is the one to report)
             _log().exception("restoring layers after a failed weight update")
 
 

@@ -19,7 +19,13 @@ class Bench:
     """A buffer with a rollout that is played by hand."""
 
     def __init__(
-        self, *, batch_size: int = 2, bound: int = 1, order: Order | None = None, partial: bool = False, epochs: int | None = None
+        self,
+        *,
+        batch_size: int = 2,
+        bound: int = 1,
+        order: Order | None = None,
+        partial: bool = False,
+        epochs: int | None = None,
     ) -> None:
         self.source = PromptSource(6, identity="A", seed=0, shuffle=False, epochs=epochs)
         self.buffer = Buffer(self.source, batch_size=batch_size, max_staleness=bound, order=order, partial_last=partial)

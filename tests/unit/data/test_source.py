@@ -40,7 +40,7 @@ def test_rows_come_in_order_and_groups_rise_over_epoch_borders() -> None:
 
 
 def test_shuffled_order_is_fixed_by_seed_and_epoch() -> None:
-    assert list(epoch_order(8, seed=0, epoch=0, shuffle=True)) == [2, 1, 3, 7, 0, 6, 4, 5]
+    assert list(epoch_order(8, seed=0, epoch=0, shuffle=True)) == [5, 3, 7, 4, 0, 1, 6, 2]
     orders = {tuple(epoch_order(50, seed=seed, epoch=epoch, shuffle=True)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
     assert all(sorted(order) == list(range(50)) for order in orders)
@@ -195,7 +195,9 @@ def test_an_unreadable_state_is_refused_and_changes_nothing(spoil: dict[str, obj
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.sampled_from(["take", "back", "fail", "drop", "settle", "resume"]), st.integers(0, 5)), max_size=40))
+@given(
+    st.lists(st.tuples(st.sampled_from(["take", "back", "fail", "drop", "settle", "resume"]), st.integers(0, 5)), max_size=40)
+)
 def test_every_group_has_one_end(operations: list[tuple[str, int]]) -> None:
     s, ended = source(3, shuffle=True), set[int]()
     for name, n in operations:

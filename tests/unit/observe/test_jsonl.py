@@ -98,7 +98,9 @@ def test_cut_back_refuses_a_position_of_another_file(tmp_path: Path, offset: int
     assert len(read_rows(tmp_path / "m")) == 1
 
 
-@pytest.mark.parametrize("line", ["{", '{"kind":"step"}', '{"kind":"other","step":1,"time":0}', "[1]", '{"kind":"step","step":null,"time":0}'])
+@pytest.mark.parametrize(
+    "line", ["{", '{"kind":"step"}', '{"kind":"other","step":1,"time":0}', "[1]", '{"kind":"step","step":null,"time":0}']
+)
 def test_a_broken_row_is_named_by_file_and_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "m"
     path.write_text(f"{row(1).to_json()}\n\n{line}\n{row(2).to_json()}\n")

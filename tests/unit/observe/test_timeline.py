@@ -57,11 +57,33 @@ def test_a_phase_that_fails_still_counts_and_lets_the_error_through() -> None:
     clock = Clock()
     timeline = Timeline(clock)
     error = RuntimeError("no")
-    with pytest.raises(RuntimeError) as caught, timeline.phase("train"):
-        clock.now += 2
-        raise error
+
+    def fail() -> None:
+        with timeline.phase("train"):
+            clock.now += 2
+            raise error
+
+    with pytest.raises(RuntimeError) as caught:
+        fail()
     assert caught.value is error
     assert timeline.seconds() == {"train": 2.0}
+
+
+def test_a_phase_inside_another_is_not_counted_twice() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    timeline.begin_step(1)
+    with timeline.phase("sync") as sync:
+        clock.now += 1
+        with timeline.phase("evaluate"):
+            clock.now += 4
+        clock.now += 2
+    turn = timeline.end_step()
+    assert turn is not None
+    assert sync.seconds == 3.0
+    assert {name: turn.seconds[name] for name in ("wall", "sync", "evaluate", "other")} == {
+        "wall": 7.0, "sync": 3.0, "evaluate": 4.0, "other": 0.0,
+    }  # fmt: skip
 
 
 def test_shares_sum_to_one_without_saving_and_evaluation() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vime.facts.inventory import NodeInventory
 from vime.facts.perf import PerfTable, Provenance, Quantity
 
-_MACHINE = "one thread of a two-core x86-64 virtual machine (AMD EPYC, AVX-512), torch 2.13"
+_MACHINE = "one thread of a two-core x86-64 virtual machine with AVX-512, torch 2.13"
 _MEMCPY_BYTES_PER_S = 14.0e9
 _MATMUL_FLOP_PER_S = 90.0e9
 

@@ -10,6 +10,7 @@ not change, because a row's result does not depend on the other rows of its batc
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ def share_rows(token_ids: Any, positions: Any, starts: Any) -> tuple[list[int], 
     spread: list[int] = []
     first: dict[bytes, int] = {}
     bounds = starts.tolist()
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         length = end - start
         known = None
         if length > 1 and positions[start] == 0:
@@ -63,7 +64,8 @@ def make_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _model_forward(self: Any, *args: Any, **named: Any) -> Any:
         global _active
-        token_ids, positions = named.get("input_ids"), named.get("positions")
+        token_ids: Any = named.get("input_ids")
+        positions: Any = named.get("positions")
         if args or token_ids is None or not _suitable(self, token_ids, positions, named):
             return original(self, *args, **named)
         starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1]

@@ -189,8 +189,22 @@ def build_model(
         rotary_base=int(rotary.base) if rotary.base.is_integer() else rotary.base,  # type: ignore[arg-type]
         parallel_output=True,
     ).to(device)
+    _mark_sharded(bare, family)
     select = _hook_head(bare, axes, config) if axes.is_last_stage else None
     return Model(bare, config, family, shape, hf_config, select)
+
+
+def _mark_sharded(bare: Any, family: Family) -> None:
+    """Say which parameters tensor parallelism splits; megatron-core does so only while it draws weights.
+
+    Without the mark a sharded parameter counts as a copy, and gradient norms leave out all ranks but the first.
+    """
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    for name, param in bare.named_parameters():
+        row, _ = family.table.to_hf(name)
+        if row.tp_dim is not None and not hasattr(param, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(param, is_parallel=True, dim=row.tp_dim, stride=1)
 
 
 def _hook_head(bare: Any, axes: Axes, config: Any) -> RowSelect:

@@ -75,7 +75,8 @@ class CollectiveTrainer:
         missing = [r for r in range(1, self._receivers + 1) if not _arrived(self._store, r, deadline)]
         if missing:
             raise DeadlineError(
-                f"engine workers with group ranks {missing} of 1..{self._receivers} did not connect within {self._timeout_s:g} s",
+                f"engine workers with group ranks {missing} of 1..{self._receivers} did not connect "
+                f"within {self._timeout_s:g} s",
                 fix=f"check that they reach {self._host} and read their logs",
             )
         self._group = _group(self._store, self._host, 0, self._receivers + 1, self._timeout_s)
@@ -115,8 +116,7 @@ class CollectiveEngine:
         self._bucket_bytes = BUCKET_BYTES
 
     def connect(self, info: Mapping[str, Any]) -> None:
-        import torch.distributed as dist
-
+        dist = _dist()
         self._group = None
         self._manifest = manifest_from_json(info["manifest"])
         self._timeout_s, self._bucket_bytes = float(info["timeout_s"]), int(info["bucket_bytes"])
@@ -125,7 +125,7 @@ class CollectiveEngine:
             store = dist.TCPStore(
                 info["host"], info["port"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s)
             )
-            store.set(_here(rank), b"1")
+            store.set(_here(rank), "1")
             self._group = _group(store, info["host"], rank, int(info["world"]), self._timeout_s)
         except RuntimeError as error:
             raise WeightSyncError(
@@ -159,10 +159,16 @@ class CollectiveEngine:
             yield spec.name, view_of(flat, spec, start=bucket.start)
 
 
+def _dist() -> Any:
+    """torch.distributed, untyped: its stores and gloo classes are not declared as exports."""
+    import torch.distributed
+
+    return torch.distributed
+
+
 def _serve_store(host: str, timeout_s: float) -> Any:
     """A store that listens on `host` only, on a port that the system chose."""
-    import torch.distributed as dist
-
+    dist = _dist()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
@@ -191,8 +197,7 @@ def _arrived(store: Any, rank: int, deadline: float) -> bool:
 
 
 def _group(store: Any, host: str, rank: int, world: int, timeout_s: float) -> Any:
-    import torch.distributed as dist
-
+    dist = _dist()
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     loopback = host in ("127.0.0.1", "localhost", "::1")
@@ -202,8 +207,7 @@ def _group(store: Any, host: str, rank: int, world: int, timeout_s: float) -> An
 
 
 def _broadcast(group: Any, flat: Any) -> Any:
-    import torch.distributed as dist
-
+    dist = _dist()
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     return group.broadcast([flat], options)

@@ -1,0 +1,131 @@
+"""What each process is started with, taken from the configuration and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vime.cluster.guardian import guardian_command
+from vime.cluster.trainer_process import TransferSetup
+from vime.cluster.trainer_role import StepRules
+from vime.config.schema import Config, SftSection
+from vime.observe import layout
+from vime.planning.plan import Plan
+from vime.rollout.engine import EngineSpec, merge_engine_args
+from vime.rollout.router import RouterSpec
+from vime.rollout.sft_rollout import SupervisedSetup
+from vime.rollout.worker import WorkerSetup
+from vime.trainer.setup import TrainerSetup
+
+
+def trainer_setups(config: Config, plan: Plan) -> list[TrainerSetup]:
+    """One a rank; the rendezvous address is filled in when rank 0 lives."""
+    role, slots = plan.actor, plan.actor.request.placement.slots
+    return [
+        TrainerSetup(
+            model_path=config.model.path,
+            dtype=plan.dtype,
+            parallel=role.request.parallel,
+            rank=rank,
+            world=len(slots),
+            local_rank=slot.device,
+            master_address="",
+            master_port=0,
+            seed=config.run.seed,
+            num_steps=config.schedule.num_steps * config.trainer.updates_per_step,
+            temperature=config.rollout.sampling.temperature,
+            algorithm=config.algorithm,
+            trainer=config.trainer,
+            runtime=role.runtime,
+            adaptation=role.adaptation,
+            collective=role.collective,
+            memory=role.memory,
+        )
+        for rank, slot in enumerate(slots)
+    ]
+
+
+def engine_specs(config: Config, plan: Plan, *, run_token: str) -> list[EngineSpec]:
+    """One an engine: platform defaults under the user's `vllm:` section under what the plan needs."""
+    return [
+        EngineSpec(
+            model_path=config.model.path,
+            dtype=plan.dtype,
+            log_path=config.run.dir / layout.LOGS / f"engine-{engine.index}.log",
+            run_token=run_token,
+            max_model_len=max_model_len(config, plan),
+            parallel=engine.request.parallel,
+            args=merge_engine_args(engine.defaults, config.rollout.vllm, engine.sleep.args),
+            env=dict(engine.env),
+            entry_points=engine.defaults.entry_points,
+            expected_platform=engine.defaults.expected_platform,
+            launch=engine.defaults.launch or EngineSpec.launch,
+            seed=config.run.seed + engine.index,
+            name=f"engine {engine.index}",
+        )
+        for engine in plan.engines
+    ]
+
+
+def max_model_len(config: Config, plan: Plan) -> int:
+    """Longest prompt and response together, where both are limited; else what the model's positions allow."""
+    longest = max(
+        config.rollout.sampling.max_response_tokens, *(s.sampling.max_response_tokens for s in config.evaluation.sets), 0
+    )
+    if config.data.max_prompt_tokens is None:
+        return plan.model.max_positions
+    return min(plan.model.max_positions, config.data.max_prompt_tokens + longest)
+
+
+def router_spec(config: Config, plan: Plan, *, segments: str) -> RouterSpec:
+    return RouterSpec(
+        log_path=config.run.dir / layout.LOGS / "router.log",
+        args=config.rollout.router,
+        request_timeout_s=config.rollout.request_timeout_s,
+        start_timeout_s=plan.start_timeout_s,
+        command_prefix=guardian_command(segments=segments),
+    )
+
+
+def worker_setups(config: Config, *, sampled: bool) -> Sequence[Any]:
+    """One a rollout worker. A supervised run has one: encoding rows is quick."""
+    if isinstance(config.algorithm, SftSection):
+        apart = config.algorithm.digits_apart
+        return [SupervisedSetup(config.model.path, config.data, apart, config.evaluation.sets)]
+    setup = WorkerSetup(
+        seed=config.run.seed,
+        model_path=config.model.path,
+        data=config.data,
+        rollout=config.rollout,
+        reward=config.reward,
+        evaluation=config.evaluation.sets,
+        samples_file=config.run.dir / layout.SAMPLES,
+        samples_per_step=config.observe.samples_per_step,
+    )
+    return [setup] * config.rollout.workers if sampled else []
+
+
+def transfer_setup(config: Config, plan: Plan, *, run_id: str) -> TransferSetup:
+    """The trainer's half of the transport that the plan chose."""
+    assert plan.transport is not None
+    return TransferSetup(
+        factory=plan.transport.trainer.factory,
+        run_id=run_id,
+        directory=config.run.dir,
+        bucket_bytes=plan.transport.buffer_bytes,
+        timeout_s=config.weights.timeout_s,
+    )
+
+
+def step_rules(config: Config, plan: Plan) -> StepRules:
+    """How a batch becomes optimizer steps. Flat groups are left out only where advantages alone give gradient."""
+    algorithm = config.algorithm
+    supervised = isinstance(algorithm, SftSection)
+    return StepRules(
+        parallel=plan.actor.request.parallel,
+        max_tokens=config.trainer.max_tokens_per_micro_batch,
+        updates_per_step=config.trainer.updates_per_step,
+        skip_flat=not supervised and algorithm.flat_groups == "skip" and algorithm.entropy_coef == 0,
+        supervised=supervised,
+        timeout_s=config.trainer.step_timeout_s,
+    )

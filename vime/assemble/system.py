@@ -1,0 +1,323 @@
+"""The processes of a run and the roles made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from vime.assemble import setups
+from vime.cluster.checkpoints import TRAINER, RunCheckpoints
+from vime.cluster.fleet import EngineFleet, FleetRules
+from vime.cluster.launch import Placement, demand, engine_actors, rollout_workers, start_trainer
+from vime.cluster.links import RolloutWorkerLink, TrainerLink
+from vime.cluster.session import RaySession
+from vime.cluster.sync_role import NoSync, Publishing, SyncRules, no_turn
+from vime.cluster.trainer_role import MegatronTrainer
+from vime.cluster.turns import SharedTurns
+from vime.config.schema import Config
+from vime.data.buffer import Buffer
+from vime.data.schedule import StepSchedule
+from vime.data.snapshot import Snapshot
+from vime.data.source import PromptSource
+from vime.facts.process import Factory
+from vime.loop import train
+from vime.observe import layout
+from vime.observe.jsonl import RowKind
+from vime.observe.recorder import Recorder
+from vime.observe.wrap import timed_run
+from vime.planning.plan import Plan
+from vime.roles import Run
+from vime.rollout.evaluate import PeriodicEvaluation
+from vime.rollout.turns import FreeTurns
+from vime.rollout.vllm_rollout import VllmRollout
+from vime.rollout.worker import WorkerInfo
+from vime.types import PolicyVersion
+from vime.weights.probe import probe_ids
+from vime.weights.protocol import ProbeSettings, Publisher, SyncReport
+
+SAMPLER = Factory("vime.rollout.worker:RolloutWorker")
+SUPERVISED = Factory("vime.rollout.sft_rollout:SupervisedWorker")
+MODEL = "model"
+"""Folder in the run directory with the trained model in Hugging Face format."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: afresh (`snapshot` None) or at a checkpoint, under its incarnation."""
+
+    incarnation: int
+    snapshot: Snapshot | None = None
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.incarnation, self.snapshot.step if self.snapshot else 0)
+
+    @property
+    def state(self) -> Mapping[str, Any] | None:
+        return self.snapshot.state if self.snapshot else None
+
+
+async def run(config: Config, plan: Plan, recorder: Recorder, start: Start) -> None:
+    """Start every process, train, save, end every process. The error of any part surfaces unchanged."""
+    async with AsyncExitStack() as stack:
+        system = await launch(config, plan, recorder, start, stack)
+        roles = Roles(system)
+        async with supervision(roles):
+            await train(timed_run(roles.run(), recorder))
+        await roles.finish()
+
+
+@dataclass(frozen=True)
+class System:
+    """The started processes of a run. `fleet` is None where nothing is sampled."""
+
+    config: Config
+    plan: Plan
+    recorder: Recorder
+    start: Start
+    trainer: TrainerLink
+    workers: Sequence[RolloutWorkerLink]
+    data: WorkerInfo
+    fleet: EngineFleet | None
+
+
+async def launch(config: Config, plan: Plan, recorder: Recorder, start: Start, stack: AsyncExitStack) -> System:
+    """Start Ray, then trainer, engines and rollout workers side by side. What was started ends with the stack."""
+    run_id = secrets.token_hex(4)
+    session = RaySession(resources=demand(plan), log_dir=config.run.dir / layout.LOGS, run_id=run_id)
+    stack.callback(session.close)
+    await asyncio.to_thread(session.start)
+    session.require(demand(plan))
+    placement = Placement(plan)
+    await placement.reserve()
+    fleet = _fleet(config, plan, placement, recorder, run_id) if plan.engines else None
+    if fleet is not None:
+        stack.push_async_callback(fleet.stop)
+    worker_setups = setups.worker_setups(config, sampled=fleet is not None)
+    workers = rollout_workers(SAMPLER if fleet else SUPERVISED, worker_setups)
+    timeout_s = plan.start_timeout_s
+    starting: list[Any] = [start_trainer(plan, placement, setups.trainer_setups(config, plan), timeout_s=timeout_s)]
+    starting += [asyncio.gather(*(w.start() for w in workers)), *([fleet.start()] if fleet else [])]
+    (trainer, _), infos, *_ = await asyncio.gather(*starting)
+    stack.push_async_callback(_close, trainer, workers)
+    if start.snapshot is not None:
+        await trainer.all("load", start.snapshot.path / TRAINER, timeout_s=timeout_s)
+    if fleet is not None:
+        await trainer.open_transfer(setups.transfer_setup(config, plan, run_id=run_id))
+        await asyncio.gather(*(w.connect(fleet.router_url) for w in workers))
+    for reason in infos[0].skipped:
+        recorder.event("row_skipped", reason)
+    return System(config, plan, recorder, start, trainer, workers, infos[0], fleet)
+
+
+def _fleet(config: Config, plan: Plan, placement: Placement, recorder: Recorder, run_id: str) -> EngineFleet:
+    run_token, segments = secrets.token_hex(8), f"vime-{run_id}"
+    actors = engine_actors(plan, placement, setups.engine_specs(config, plan, run_token=run_token), segments=segments)
+    rules = FleetRules(
+        run_token=run_token, api_key=None, start_timeout_s=plan.start_timeout_s, call_timeout_s=config.weights.timeout_s
+    )
+    return EngineFleet(actors, setups.router_spec(config, plan, segments=segments), rules, on_event=recorder.event)
+
+
+async def _close(trainer: TrainerLink, workers: Sequence[RolloutWorkerLink]) -> None:
+    """Let processes end by themselves for a moment; Ray's end takes what is left."""
+    closing = [trainer.all("close"), *(w.close() for w in workers)]
+    await asyncio.wait([asyncio.ensure_future(asyncio.wait_for(c, 10.0)) for c in closing])
+
+
+@asynccontextmanager
+async def supervision(roles: Roles) -> AsyncIterator[None]:
+    """Watch the engines beside the block; a watcher that fails ends the block and its error surfaces."""
+    fleet, publisher = roles.system.fleet, roles.publisher
+    if fleet is None or publisher is None:
+        yield
+        return
+    block = asyncio.current_task()
+    watcher = asyncio.create_task(fleet.watch(publisher, roles.engine_turn))
+    failed: list[BaseException] = []
+
+    def stop_block(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and block is not None:
+            failed.append(error)
+            block.cancel()
+
+    watcher.add_done_callback(stop_block)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if failed:
+            raise failed[0] from None
+        raise
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        await publisher.close()
+
+
+@dataclass
+class Roles:
+    """Builds the roles of one run over its processes."""
+
+    system: System
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        system, config, start = self.system, self.system.config, self.system.start
+        seed, shuffle = config.run.seed, config.data.shuffle
+        source = PromptSource(system.data.num_rows, identity=system.data.identity, seed=seed, shuffle=shuffle)
+        self.buffer = Buffer(
+            source,
+            batch_size=config.rollout.batch_size,
+            max_staleness=config.schedule.max_staleness,
+            order=config.rollout.order,
+            start=start.version.step,
+        )
+        if start.state is not None:
+            for warning in self.buffer.restore(start.state["buffer"]):
+                system.recorder.event("data_changed", warning)
+        self.schedule = StepSchedule(config.schedule.num_steps, start=start.version.step, stop_when=config.schedule.stop_when)
+        self.publisher = self._publisher() if system.fleet else None
+        self.rollout = VllmRollout(system.workers, source, gate=self, on_count=self._count, chunk=config.rollout.batch_size)
+        self.shared = SharedTurns(system.workers, load=self.rollout, on_train=self._on_train) if self._shares else None
+        self.evaluation = self._evaluation()
+        self.checkpoints = self._checkpoints()
+        self.last = start.version
+
+    @property
+    def _shares(self) -> bool:
+        return self.system.fleet is not None and self.system.plan.shared
+
+    def run(self) -> Run:
+        """The roles as the loop takes them."""
+        config, plan = self.system.config, self.system.plan
+        trainer = MegatronTrainer(
+            self.system.trainer, setups.step_rules(config, plan), incarnation=self.system.start.incarnation
+        )
+        return Run(
+            rollout=self.rollout,
+            buffer=self.buffer,
+            trainer=trainer,
+            sync=self._sync(),
+            turns=self.shared or FreeTurns(),
+            checkpoints=self.checkpoints,
+            evaluation=self.evaluation,
+            schedule=self.schedule,
+            observer=self.system.recorder,
+        )
+
+    async def finish(self) -> None:
+        """Save what the schedule's end did not: the last checkpoint of a run that stopped early, and the model."""
+        await self.checkpoints.save(self.last)
+        await self.system.trainer.all("save_hf", self.system.config.run.dir / MODEL)
+
+    async def wait_open(self) -> None:
+        """See `vime.rollout.vllm_rollout.SubmitGate`."""
+        if self.shared is not None:
+            await self.shared.wait_open()
+
+    @asynccontextmanager
+    async def engine_turn(self) -> AsyncIterator[None]:
+        """The turn under which an engine restarts: not while the trainer has the devices."""
+        async with self.shared.local.rollout() if self.shared is not None else no_turn():
+            yield
+
+    # ---- weights
+
+    def _publisher(self) -> Publisher:
+        system, config, plan = self.system, self.system.config, self.system.plan
+        assert system.fleet is not None
+        assert plan.transport is not None
+        publisher = Publisher(
+            system.trainer,
+            probe=ProbeSettings(probe_ids(plan.model.vocab), plan.dtype, config.weights.probe.tolerance),
+            engine_options=plan.transport.engine.options,
+        )
+        publisher.set_engines(system.fleet.controls)
+        return publisher
+
+    def _on_train(self) -> None:
+        if self.publisher is not None:
+            self.publisher.prepare()
+
+    def _sync(self) -> Publishing | NoSync:
+        start = self.system.start.version
+        if self.publisher is None:
+            return NoSync(start, published=self._published)
+        rules = SyncRules(start, self.system.config.weights)
+        return Publishing(self.publisher, rules, settle=self.evaluation.settle, report=self._synced)
+
+    def _published(self, version: PolicyVersion) -> None:
+        self.last = version
+
+    def _synced(self, report: SyncReport) -> None:
+        self._published(report.version)
+        metrics: dict[str, float] = {"perf/update_weights_bytes": report.nbytes}
+        if report.probe_mean is not None and report.probe_max is not None:
+            metrics |= {"sync/probe_mean": report.probe_mean, "sync/probe_max": report.probe_max}
+        self.system.recorder.note(RowKind.SYNC, metrics=metrics, seconds=report.seconds)
+
+    # ---- evaluation and checkpoints
+
+    def _evaluation(self) -> PeriodicEvaluation:
+        config, start = self.system.config, self.system.start
+        return PeriodicEvaluation(
+            config.evaluation,
+            num_steps=config.schedule.num_steps,
+            measure=self._measure_sampled if self.system.fleet else self._measure_supervised,
+            report=self._evaluated,
+            beside=config.schedule.max_staleness > 0 and not self._shares,
+            done=frozenset(start.state["evaluated"]) if start.state else frozenset(),
+        )
+
+    async def _measure_sampled(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for held_out in self.system.config.evaluation.sets:
+            for mode in held_out.modes:
+                result = await self.system.workers[0].evaluate(held_out.name, mode)
+                name = f"eval/{held_out.name}/{mode}"
+                metrics[name] = result.mean_reward
+                metrics[f"{name}/truncated_ratio"] = result.truncated_ratio
+                metrics[f"{name}/response_len/mean"] = result.mean_response_tokens
+                if result.num_errors:
+                    self.system.recorder.event("rows_not_graded", f"{result.num_errors} rows of {name} could not be graded")
+        return metrics
+
+    async def _measure_supervised(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for held_out in self.system.config.evaluation.sets:
+            rows = await self.system.workers[0].encoded_set(held_out.name)
+            result = (await self.system.trainer.all("evaluate_rows", rows))[0]
+            metrics |= {f"eval/{held_out.name}/{name}": value for name, value in result.items()}
+        return metrics
+
+    def _evaluated(self, version: PolicyVersion, metrics: Mapping[str, float]) -> None:
+        self.system.recorder.evaluation(version, metrics)
+        self.schedule.observe(metrics)
+
+    def _checkpoints(self) -> RunCheckpoints:
+        system = self.system
+        return RunCheckpoints(
+            system.config.run.dir / layout.CHECKPOINTS,
+            system.trainer,
+            system.config.checkpoint,
+            is_last=self.schedule.is_last,
+            state=self._state,
+            saved=system.recorder.saved,
+        )
+
+    def _state(self, step: int) -> dict[str, Any]:
+        """The driver's part of a checkpoint."""
+        return {
+            "buffer": self.buffer.state(step),
+            "evaluated": sorted(self.evaluation.done),
+            "metrics_position": self.system.recorder.position(),
+        }
+
+    def _count(self, name: str, amount: float) -> None:
+        self.counts[name] += int(amount)
+        self.system.recorder.note(RowKind.STEP, metrics={name: self.counts[name]})

@@ -1,0 +1,59 @@
+"""The Checkpoints role: trainer ranks write their state, the driver adds its own, the folder becomes visible whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vime.cluster.links import TrainerLink
+from vime.config.schema import CheckpointSection
+from vime.data.snapshot import begin_snapshot, commit_snapshot
+from vime.types import PolicyVersion, StepReport
+
+TRAINER = "trainer"
+
+
+class RunCheckpoints:
+    """Saves every `section.every` steps and after the last one.
+
+    `state(step)` gives the driver's part as JSON; `saved(version, seconds)` is told of each checkpoint.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        link: TrainerLink,
+        section: CheckpointSection,
+        *,
+        is_last: Callable[[int], bool],
+        state: Callable[[int], Mapping[str, Any]],
+        saved: Callable[[PolicyVersion, float], None],
+    ) -> None:
+        self._root = root
+        self._link = link
+        self._section = section
+        self._is_last = is_last
+        self._state = state
+        self._saved = saved
+        self._last: PolicyVersion | None = None
+
+    async def save_if_due(self, report: StepReport) -> None:
+        """See `vime.roles.Checkpoints`. Raises CheckpointError when the folder cannot be written."""
+        every = self._section.every
+        if self._is_last(report.step) or (every > 0 and report.step % every == 0):
+            await self.save(report.version)
+
+    async def save(self, version: PolicyVersion) -> None:
+        """Write the checkpoint of `version` unless it is the last one written."""
+        if version == self._last:
+            return
+        start = time.perf_counter()
+        state = dict(self._state(version.step))
+        partial = begin_snapshot(self._root, version.step)
+        await self._link.all("save", partial / TRAINER)
+        await asyncio.to_thread(commit_snapshot, partial, state=state, keep=self._section.keep)
+        self._last = version
+        self._saved(version, time.perf_counter() - start)

@@ -1,0 +1,72 @@
+"""The loop's WeightSync role: which version goes out, which checks are due, what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from vime.config.schema import WeightsSection
+from vime.types import PolicyVersion
+from vime.weights.protocol import Publisher, SyncReport, is_due
+
+
+@dataclass(frozen=True)
+class SyncRules:
+    """`first` is the version that the first publish names: (incarnation, restored step)."""
+
+    first: PolicyVersion
+    section: WeightsSection
+
+
+class Publishing:
+    """Publishes the trainer's weights after every step.
+
+    `settle` is awaited before: an evaluation in progress sees one version. Requests that come meanwhile wait in the engines'
+    gates. `report` gets each result.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        rules: SyncRules,
+        *,
+        settle: Callable[[], Awaitable[None]],
+        report: Callable[[SyncReport], None],
+    ) -> None:
+        self._publisher = publisher
+        self._rules = rules
+        self._next = rules.first
+        self._settle = settle
+        self._report = report
+        self._count = 0
+
+    async def publish(self) -> PolicyVersion:
+        """See `vime.roles.WeightSync`."""
+        await self._settle()
+        version, section = self._next, self._rules.section
+        self._count += 1
+        fingerprint, probe = is_due(section.fingerprint, self._count), is_due(section.probe, self._count)
+        self._report(await self._publisher.publish(version, fingerprint=fingerprint, probe=probe))
+        self._next = PolicyVersion(version.incarnation, version.step + 1)
+        return version
+
+
+class NoSync:
+    """A run without engines: versions are counted, nothing is sent."""
+
+    def __init__(self, first: PolicyVersion, *, published: Callable[[PolicyVersion], None]) -> None:
+        self._next = first
+        self._published = published
+
+    async def publish(self) -> PolicyVersion:
+        version = self._next
+        self._published(version)
+        self._next = PolicyVersion(version.incarnation, version.step + 1)
+        return version
+
+
+@asynccontextmanager
+async def no_turn() -> AsyncIterator[None]:
+    """The turn of whoever needs none."""
+    yield

@@ -1,0 +1,60 @@
+"""Seconds of an update and of a switch, with where the rate comes from. What is unknown stays unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vime.facts.inventory import NodeInventory
+from vime.facts.perf import PerfTable, Provenance
+from vime.facts.transports import TransferCost
+
+_UNKNOWN = "unknown"
+_TRUST = ("measured", "derived", "spec", "nominal", _UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """`seconds` None is unknown. `provenance` is that of the least certain number in it; `how` is the arithmetic."""
+
+    seconds: float | None
+    provenance: str
+    how: str
+
+
+def least_certain(provenances: Sequence[str]) -> str:
+    """The weakest of several sources; an unheard-of one counts as unknown."""
+    return max((p if p in _TRUST else _UNKNOWN for p in provenances), key=_TRUST.index, default=_UNKNOWN)
+
+
+def transfer(trainer: TransferCost, engine: TransferCost, *, num_bytes: int, buffer_bytes: int) -> Estimate:
+    """fixed + chunks x per chunk + bytes / rate, with the slower half's number for each term."""
+    chunks = max(1, -(-num_bytes // buffer_bytes))
+    fixed = max(trainer.fixed_s, engine.fixed_s)
+    per_chunk = max(trainer.per_chunk_s, engine.per_chunk_s)
+    provenance = least_certain((trainer.provenance, engine.provenance))
+    if not trainer.bytes_per_s or not engine.bytes_per_s:
+        side = "trainer" if not trainer.bytes_per_s else "engine"
+        return Estimate(None, _UNKNOWN, f"the {side} side's rate is unknown")
+    rate = min(trainer.bytes_per_s, engine.bytes_per_s)
+    how = f"{fixed:g} s + {chunks} x {per_chunk:g} s + {num_bytes} bytes / {rate:g} bytes/s"
+    return Estimate(fixed + chunks * per_chunk + num_bytes / rate, provenance, how)
+
+
+def switch(num_bytes: int, perf: PerfTable, node: NodeInventory) -> Estimate:
+    """Moving a device's bytes to or from the host, while the other devices of its memory node do the same."""
+    link = perf.get("host_link")
+    if num_bytes == 0:
+        return Estimate(0.0, str(Provenance.DERIVED), "nothing moves")
+    if not link.value:
+        return Estimate(None, _UNKNOWN, "the host link's rate is unknown")
+    busy = _devices_per_memory_node(node)
+    how = f"{num_bytes} bytes / ({link.value:g} bytes/s / {busy} devices of one memory node)"
+    return Estimate(num_bytes / (link.value / busy), str(link.provenance), how)
+
+
+def _devices_per_memory_node(node: NodeInventory) -> int:
+    homes = [device.numa_node for device in node.devices]
+    if not homes or None in homes:
+        return max(1, len(homes))
+    return max(homes.count(home) for home in set(homes))

@@ -1,0 +1,148 @@
+"""The transport of an edge: half offers of the two sides are paired, filtered and ranked; every rejection keeps its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vime.errors import PlanError
+from vime.facts.inventory import NodeInventory, Tri
+from vime.facts.process import Slot
+from vime.facts.transports import Edge, Relation, TransportOffer
+from vime.planning.plan import Rejection, TransportPlan
+from vime.planning.time import Estimate, transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the topology says about an edge."""
+
+    prefer: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+    require: tuple[str, ...] = ()
+    buffer_bytes: int = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of an edge: pool, its nodes, and the slots of all its ranks or workers."""
+
+    pool: str
+    nodes: tuple[NodeInventory, ...]
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    trainer: TransportOffer
+    engine: TransportOffer
+    estimate: Estimate
+
+    @property
+    def protocol(self) -> str:
+        return self.trainer.protocol
+
+
+def relation(trainer: End, engine: End) -> Relation:
+    """How near the two ends are at their farthest pair."""
+    if trainer.pool == engine.pool and set(engine.slots) <= set(trainer.slots):
+        return Relation.SAME_DEVICE
+    used = {_identity(end, slot) for end in (trainer, engine) for slot in end.slots}
+    if len(used) == 1:
+        return Relation.SAME_NODE
+    domains = {_domain(end.nodes[slot.node]) for end in (trainer, engine) for slot in end.slots}
+    return Relation.SAME_DOMAIN if len(domains) == 1 and None not in domains else Relation.NETWORK
+
+
+def _identity(end: End, slot: Slot) -> tuple[str, str]:
+    """Nodes of two pools are one machine when they have one host name."""
+    return (end.nodes[slot.node].hostname, end.nodes[slot.node].platform)
+
+
+def _domain(node: NodeInventory) -> tuple[str, str] | None:
+    fabric = node.fabric
+    return (fabric.id, fabric.clique) if fabric is not None and fabric.usable is Tri.YES else None
+
+
+def choose(
+    edge: Edge, offers: tuple[Sequence[TransportOffer], Sequence[TransportOffer]], wishes: Wishes, *, where: str | None
+) -> TransportPlan:
+    """Pair, filter and rank. `offers` are the trainer's and the engine's.
+
+    Preferred protocols come first in the order given, then by estimated time; unknown times come last.
+
+    Raises:
+        PlanError: E241 when nothing is left, E242 when a required protocol cannot be used.
+    """
+    pairs, rejected = _pairs(edge, offers, wishes)
+    _check_required(pairs, rejected, wishes, where)
+    if not pairs:
+        listed = "; ".join(f"{r.protocol}: {r.reason}" for r in rejected) or "neither side offers any"
+        name = f"{edge.trainer.role} -> {edge.engine.role}"
+        raise PlanError(f"E241 no transport is left for {name}: {listed}", where=where, fix="loosen `forbid` or `require`")
+    ranked = sorted(pairs, key=lambda pair: _rank(pair, wishes))
+    best = ranked[0]
+    rejected += [Rejection(pair.protocol, _why_not(pair, best, wishes)) for pair in ranked[1:]]
+    return TransportPlan(
+        edge=edge,
+        trainer=best.trainer,
+        engine=best.engine,
+        seconds=best.estimate.seconds,
+        provenance=best.estimate.provenance,
+        rejected=tuple(rejected),
+        buffer_bytes=wishes.buffer_bytes,
+    )
+
+
+def _pairs(
+    edge: Edge, offers: tuple[Sequence[TransportOffer], Sequence[TransportOffer]], wishes: Wishes
+) -> tuple[list[_Pair], list[Rejection]]:
+    trainer, engine = ({offer.protocol: offer for offer in side} for side in offers)
+    pairs: list[_Pair] = []
+    rejected: list[Rejection] = []
+    for protocol in dict.fromkeys((*trainer, *engine, *wishes.require)):
+        reason = _reason(protocol, trainer.get(protocol), engine.get(protocol), wishes)
+        if reason is not None:
+            rejected.append(Rejection(protocol, reason))
+            continue
+        one, other = trainer[protocol], engine[protocol]
+        cost = transfer(one.cost, other.cost, num_bytes=edge.num_bytes, buffer_bytes=wishes.buffer_bytes)
+        pairs.append(_Pair(one, other, cost))
+    return pairs, rejected
+
+
+def _reason(protocol: str, trainer: TransportOffer | None, engine: TransportOffer | None, wishes: Wishes) -> str | None:
+    """Why a protocol is out, the facts before the wishes."""
+    if trainer is None or engine is None:
+        sides = [name for name, offer in (("trainer", trainer), ("engine", engine)) if offer is None]
+        return f"the {' and the '.join(sides)} side does not offer it"
+    failed = [p.reason for offer in (trainer, engine) for p in offer.preconditions if not p.holds]
+    if failed:
+        return "; ".join(dict.fromkeys(failed))
+    if protocol in wishes.forbid:
+        return "forbidden by the topology"
+    if wishes.require and protocol not in wishes.require:
+        return f"the topology requires {' or '.join(wishes.require)}"
+    return None
+
+
+def _check_required(pairs: Sequence[_Pair], rejected: Sequence[Rejection], wishes: Wishes, where: str | None) -> None:
+    reasons = {r.protocol: r.reason for r in rejected}
+    if wishes.require and not pairs:
+        listed = "; ".join(f"{protocol}: {reasons.get(protocol, 'unknown')}" for protocol in wishes.require)
+        fix = "remove `require`, or change what it needs"
+        raise PlanError(f"E242 a required transport cannot be used: {listed}", where=where, fix=fix)
+
+
+def _rank(pair: _Pair, wishes: Wishes) -> tuple[int, bool, float]:
+    place = wishes.prefer.index(pair.protocol) if pair.protocol in wishes.prefer else len(wishes.prefer)
+    return place, pair.estimate.seconds is None, pair.estimate.seconds or 0.0
+
+
+def _why_not(pair: _Pair, best: _Pair, wishes: Wishes) -> str:
+    if best.protocol in wishes.prefer and _rank(pair, wishes)[0] > _rank(best, wishes)[0]:
+        return f"the topology prefers {best.protocol}"
+    if pair.estimate.seconds is None:
+        return f"its time is unknown ({pair.estimate.how})"
+    assert best.estimate.seconds is not None
+    return f"slower here: {pair.estimate.seconds:.3g} s against {best.estimate.seconds:.3g} s"
