@@ -160,22 +160,21 @@ def _plan(groups: Sequence[Group], counted: Sequence[SampleRef], *, dp: int, max
 
 
 def _pack(items: Sequence[_Item], *, dp: int, max_tokens: int) -> tuple[tuple[tuple[SampleRef, ...], ...], ...]:
-    """Micro-batches by rank. Ranks of equal load are preferred, unless they need more micro-batches than packing at large."""
+    """Micro-batches by rank. Of two ways, the one with fewer micro-batches, then with the lighter heaviest rank, is taken."""
     ordered = sorted(items, key=lambda item: (-item.tokens, item.ref.group, item.ref.sample))
     shares = _share(ordered, dp)
     packed = [_fit(share, capacity=max_tokens) for share in shares]
-    at_large = _fit(ordered, capacity=max_tokens)
-    rows = max(len(bins) for bins in packed)
-    if rows <= math.ceil(len(at_large) / dp):
-        ranks = [_even_out(share, bins=bins, num_bins=rows) for share, bins in zip(shares, packed, strict=True)]
-    else:
-        bins = _even_out(ordered, bins=at_large, num_bins=math.ceil(len(at_large) / dp) * dp)
-        rows = math.ceil(len(bins) / dp)
-        ranks = _deal(bins, dp)
+    most = max(len(bins) for bins in packed)
+    by_rank = [_even_out(share, bins=bins, num_bins=most) for share, bins in zip(shares, packed, strict=True)]
+    bins = _fit(ordered, capacity=max_tokens)
+    at_large = _deal(_even_out(ordered, bins=bins, num_bins=math.ceil(len(bins) / dp) * dp), dp)
+    ranks = min(by_rank, at_large, key=lambda way: (max(map(len, way)), max(sum(map(_tokens, rank)) for rank in way)))
+    rows = max(map(len, ranks))
     plan = []
-    for bins in ranks:
-        bins = sorted(bins, key=lambda members: -_tokens(members)) + [[] for _ in range(rows - len(bins))]
-        plan.append(tuple(tuple(item.ref for item in members) for members in bins))
+    for rank in ranks:
+        largest_first = sorted(rank, key=lambda members: -_tokens(members))
+        micro_batches = [tuple(item.ref for item in members) for members in largest_first]
+        plan.append((*micro_batches, *[()] * (rows - len(micro_batches))))
     return tuple(plan)
 
 

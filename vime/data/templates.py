@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from vime.errors import DataError
 
 CHAT = "chat"
 PLACEHOLDER = "{prompt}"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -59,24 +60,24 @@ class PromptTokenizer:
         return self.encoder.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
-def needs_transformers(template: str | None) -> bool:
-    """Whether rendering needs the tokenizer of transformers (a second or two of imports) and not only `tokenizers`."""
-    return template == CHAT
-
-
 def load_tokenizer(directory: str | Path, *, template: str | None = None) -> PromptTokenizer:
     """The tokenizer of a Hugging Face folder.
 
-    Reads `tokenizer.json` with the `tokenizers` library; transformers is imported only for `template="chat"` or where
-    the folder has no `tokenizer.json`.
+    Reads `tokenizer.json` with the `tokenizers` library. transformers is imported only for `template="chat"` (about a
+    second), or where the folder has no `tokenizer.json` (which may import torch too).
 
     Raises:
         DataError: the folder holds no usable tokenizer, or no chat template although one is asked for.
     """
     folder = Path(directory)
-    if not needs_transformers(template) and (folder / "tokenizer.json").is_file():
-        return _from_tokenizers(folder)
-    return _from_transformers(folder, chat=needs_transformers(template))
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise _no_tokenizer(folder, "none of its files is there")
+    if not (folder / "tokenizer.json").is_file():
+        return _from_transformers(folder, chat=template == CHAT)
+    tokenizer = _from_tokenizers(folder)
+    if template != CHAT:
+        return tokenizer
+    return replace(tokenizer, chat=_with_chat_template(_load_with_transformers(folder, "PreTrainedTokenizerFast"), folder))
 
 
 def _from_tokenizers(folder: Path) -> PromptTokenizer:
@@ -97,24 +98,7 @@ def _from_tokenizers(folder: Path) -> PromptTokenizer:
 
 
 def _from_transformers(folder: Path, *, chat: bool) -> PromptTokenizer:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise DataError("chat templates need transformers", fix="pip install 'vime[rollout]'") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"no usable tokenizer in the model folder: {error}",
-            where=str(folder),
-            fix="give model.path a Hugging Face folder with tokenizer.json",
-        ) from error
-    if chat and not tokenizer.chat_template:
-        raise DataError(
-            "data.template is `chat` but the tokenizer has no chat template",
-            where=str(folder),
-            fix="use a format such as `{prompt}`, or a model with a chat template",
-        )
+    tokenizer = _load_with_transformers(folder, "AutoTokenizer")
     encoder = getattr(tokenizer, "backend_tokenizer", None)
     if encoder is None:
         raise DataError("the tokenizer has no fast (tokenizers) form", where=str(folder), fix="add a tokenizer.json")
@@ -125,9 +109,35 @@ def _from_transformers(folder: Path, *, chat: bool) -> PromptTokenizer:
         prefix=_own_prefix(encoder),
         eos_id=tokenizer.eos_token_id,
         pad_id=tokenizer.pad_token_id,
-        chat=tokenizer if chat else None,
+        chat=_with_chat_template(tokenizer, folder) if chat else None,
         name=str(folder),
     )
+
+
+def _load_with_transformers(folder: Path, class_name: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise DataError("chat templates need transformers", fix="pip install 'vime[rollout]'") from error
+    try:
+        return getattr(transformers, class_name).from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _no_tokenizer(folder, str(error)) from error
+
+
+def _no_tokenizer(folder: Path, why: str) -> DataError:
+    fix = "give model.path a Hugging Face folder with tokenizer.json"
+    return DataError(f"no usable tokenizer in the model folder: {why}", where=str(folder), fix=fix)
+
+
+def _with_chat_template(tokenizer: Any, folder: Path) -> ChatRenderer:
+    if not tokenizer.chat_template:
+        raise DataError(
+            "data.template is `chat` but the tokenizer has no chat template",
+            where=str(folder),
+            fix="use a format such as `{prompt}`, or a model with a chat template",
+        )
+    return tokenizer
 
 
 def _tokenizer_config(folder: Path) -> Mapping[str, Any]:

@@ -33,13 +33,14 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The plot area inside a view box, in pixels, and the ranges that it shows."""
+    """The plot area inside a view box, in pixels, and the ranges that it shows. `whole`: only whole numbers get a tick."""
 
     width: float
     height: float
     x: tuple[float, float]
     y: tuple[float, float]
     log: bool = False
+    whole: bool = False
     left: float = 52.0
     right: float = 12.0
     top: float = 22.0
@@ -84,15 +85,16 @@ def average(values: Sequence[Number]) -> float:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten inside [low, high], about `count` of them."""
+    """Multiples of 1, 2 or 5 times a power of ten inside [low, high]; as many as fit into `count` intervals."""
     if not high > low:
         return [low]
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    power = 10.0 ** math.floor(math.log10((high - low) / count))
+    for factor in (1, 2, 5, 10):
+        step = power * factor
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first <= count:
+            break
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -139,11 +141,14 @@ def line_chart(series: Sequence[Series], *, unit: str = "", log: bool = False, s
         return ""
     values = [v for s in shown for _, v in s.points if v is not None and _drawable(v, log)]
     steps = [step for s in shown for step, _ in s.points]
-    frame = Frame(*size, x=_step_range(steps), y=_log_range(values) if log else _linear_range(values), log=log)
+    whole = all(float(value).is_integer() for value in values)
+    frame = Frame(*size, x=_step_range(steps), y=_log_range(values) if log else _linear_range(values), log=log, whole=whole)
     body = _axes(frame, unit)
     body += [_line(frame, s) for s in shown]
     broken = sorted({step for s in series for step, v in s.points if v is not None and not math.isfinite(v)})
-    body += [f'<path class="broken" d="M{frame.px(x):.1f} {frame.top}l-4 -7h8z"/>' for x in broken]
+    body += [
+        f'<path class="broken" d="M{frame.px(x):.1f} {frame.top}l-4 -7h8z"><title>not finite</title></path>' for x in broken
+    ]
     hover = {"x": _hover_steps(frame, steps), "s": [_hover_series(s) for s in shown]}
     return _svg(frame, body, hover)
 
@@ -194,7 +199,7 @@ def _linear_range(values: Sequence[Number]) -> tuple[float, float]:
     low, high = float(min(values)), float(max(values))
     margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     bottom = low - margin
-    return (0.0 if low >= 0 > bottom or 0 <= low < 0.35 * high else bottom), high + margin
+    return (0.0 if low >= 0 > bottom or 0 <= low <= 0.5 * high else bottom), high + margin
 
 
 def _log_range(values: Sequence[Number]) -> tuple[float, float]:
@@ -206,6 +211,8 @@ def _axes(frame: Frame, unit: str, labels: Sequence[tuple[float, int]] | None = 
     right, bottom = frame.width - frame.right, frame.height - frame.bottom
     body = []
     for value in log_ticks(*frame.y) if frame.log else nice_ticks(*frame.y):
+        if frame.whole and not float(value).is_integer():
+            continue
         y = frame.py(value)
         body.append(f'<line class="grid" x1="{frame.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         body.append(f'<text class="tick" x="{frame.left - 7}" y="{y + 3.5:.1f}" text-anchor="end">{tick_label(value)}</text>')
@@ -249,7 +256,9 @@ def _bar(frame: Frame, place: int, width: float, parts: Iterable[tuple[str, Numb
             body.append(f'<rect class="{colour}" x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>')
         base += max(0.0, value)
     if base > limit * 1.001:
-        body.append(f'<path class="broken" d="M{left + width / 2:.1f} {frame.top - 8}l-4 7h8z"/>')
+        body.append(
+            f'<path class="broken" d="M{left + width / 2:.1f} {frame.top - 8}l-4 7h8z"><title>beyond the axis</title></path>'
+        )
     return body
 
 

@@ -319,16 +319,18 @@ def format_bytes(num_bytes: Number) -> str:
 
 
 def _quantity(value: Number | None, unit: str) -> str:
-    return format_bytes(value) if unit == "bytes" and value is not None else format_number(value)
+    if value is None or unit == "bytes":
+        return "-" if value is None else format_bytes(value)
+    return _scientific(value, ".2e") if 0 < abs(value) < 1e-3 else format_number(value)
 
 
 def _milliseconds(seconds: Number | None) -> str:
     return "-" if seconds is None else f"{1000 * seconds:,.1f}"
 
 
-def _scientific(value: Number | None) -> str:
+def _scientific(value: Number | None, spec: str = ".1e") -> str:
     """`5.0·10⁻⁷`."""
-    mantissa, e, exponent = format_number(value, ".1e").partition("e")
+    mantissa, e, exponent = format_number(value, spec).partition("e")
     return f"{mantissa}·{power_of_ten(int(exponent))}" if e else mantissa
 
 

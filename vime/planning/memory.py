@@ -64,7 +64,7 @@ def model_bytes(model: ModelShape, dtype: str) -> int:
 
 
 def trainer_amounts(
-    model: ModelShape, dtype: str, parallel: Parallel, needs: PlanNeeds, *, optimizer: bool
+    model: ModelShape, dtype: str, parallel: Parallel, needs: PlanNeeds, *, optimizer: bool = True
 ) -> tuple[Amount, ...]:
     """What a training rank holds. A role without optimizer holds its parameters only."""
     experts = expert_parameters(model)
@@ -132,7 +132,10 @@ def _cache_amount(args: Mapping[str, Any], weights: int, capacity: int) -> Amoun
         return Amount(Tag.KV, _bytes_of(size), "kv_cache_memory_bytes")
     if share is None:
         return Amount(Tag.KV, 0, "no argument bounds it: it takes what is left")
-    left = int(float(share) * capacity) - weights
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        what = f"rollout.vllm.gpu_memory_utilization must be above 0 and at most 1, got {share!r}"
+        raise PlanError(what, fix="for example 0.6")
+    left = int(share * capacity) - weights
     if left < 0:
         what = f"gpu_memory_utilization {share} x {capacity} bytes is less than the engine's weights, {weights} bytes"
         raise PlanError(f"E251 rollout.vllm.gpu_memory_utilization: {what}", fix="raise it, or split the engine by tp")

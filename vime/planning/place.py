@@ -13,7 +13,7 @@ from vime.topology.rules import ResolvedRole
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Devices asked for together. Each run of `unit` devices (an engine, a tensor-parallel group) stays on one node if it fits."""
+    """Devices asked for together. Each run of `unit` devices (an engine, a tensor-parallel group) is kept on one node."""
 
     name: str
     devices: int

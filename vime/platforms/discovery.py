@@ -116,9 +116,10 @@ class Discovery:
     def probe(self, *names: str, timeout_s: float = TIMEOUT_S) -> tuple[Match, ...]:
         """Ask the plugins that may load (all, or those named) whether this machine is theirs, each in a child process.
 
-        A probe that crashes or hangs is no match and leaves the status `probe-crashed`.
+        A probe that crashes or hangs is no match and leaves the status `probe-crashed`; it is not asked again.
         """
-        asked = [c for name, c in self._candidates.items() if c.row.status in LOADABLE and (name in names or not names)]
+        ready = (PluginStatus.AVAILABLE, PluginStatus.ACTIVE)
+        asked = [c for name, c in self._candidates.items() if c.row.status in ready and (name in names or not names)]
         answers = ask_all([ProbeTarget(c.row.name, c.point.value) for c in asked], timeout_s=timeout_s)
         return tuple(match for answer in answers if (match := self._heard(answer)) is not None)
 

@@ -259,6 +259,9 @@ def _check_edge(index: int, topology: Topology, tree: Node) -> Iterator[VimeErro
         elif topology.roles[name].kind != kind:
             text = f"{name} is a {topology.roles[name].kind} role; weights go from a train role to a rollout role"
             yield rule_error("E104", path, text, where=where, fix=f"name a {kind} role")
+    if any((e.source, e.target) == (edge.source, edge.target) for e in topology.sync[:index]):
+        text = f"{edge.source} -> {edge.target} is written twice"
+        yield rule_error("E103", f"sync.{index}", text, where=place_of(tree, "sync", index), fix="remove one of the two")
     both = sorted(set(edge.forbid) & set(edge.require))
     if both:
         where, text = place_of(tree, "sync", index, "require"), f"{', '.join(both)} is required and forbidden"

@@ -158,10 +158,10 @@ def test_room_and_groups_must_match() -> None:
             bench.room.give_back(1)
         await bench.start(2)
         await bench.finish(0)
-        with pytest.raises(RolloutError, match="group 0 .*not in flight"):
+        with pytest.raises(RolloutError, match=r"group 0 .*not in flight"):
             await bench.finish(0)
         bench.fail(1)
-        with pytest.raises(RolloutError, match="group 1 .*not in flight"):
+        with pytest.raises(RolloutError, match=r"group 1 .*not in flight"):
             await bench.finish(1)
         (without_room,) = bench.source.take(1)
         with pytest.raises(RolloutError, match="group 1 is delivered without room"):

@@ -105,7 +105,12 @@ def test_what_cannot_be_drawn_is_explained(tmp_path: Path, source: str, config: 
 
 def test_the_start_model_reads_its_prompts_in_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = make_prompt_files(
-        "reasoning_gym:chain_sum", tmp_path, num_draws=3000, seed=7, split=[Part("sft", None)], config=EASY | {"allow_negation": False}
+        "reasoning_gym:chain_sum",
+        tmp_path,
+        num_draws=3000,
+        seed=7,
+        split=[Part("sft", None)],
+        config=EASY | {"allow_negation": False},
     )
     path = next(iter(made.rows))
     assert run("tiny-model", "--out", str(tmp_path / "model"), "--prompts", str(path)) == 0
@@ -136,5 +141,6 @@ def test_flags_are_not_abbreviated() -> None:
 
 
 def test_the_command_is_cheap_to_import() -> None:
-    code = "import sys, vime.cli.data; print(len({'torch', 'numpy', 'transformers', 'reasoning_gym', 'pydantic'} & set(sys.modules)))"
+    heavy = "{'torch', 'numpy', 'transformers', 'reasoning_gym', 'pydantic'}"
+    code = f"import sys, vime.cli.data; print(len({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "0"

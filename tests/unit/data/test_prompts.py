@@ -213,7 +213,7 @@ def test_check_looks_at_the_first_rows_without_a_tokenizer(tmp_path: Path) -> No
     assert caught.value.where == f"{path}:4"
     seen = check_prompt_file(section(path, on_bad_row="skip"))
     assert (seen.num_rows_seen, len(seen.bad_rows)) == (4, 1)
-    with pytest.raises(DataError, match="has no {prompt}"):
+    with pytest.raises(DataError, match=r"has no \{prompt\}"):
         check_prompt_file(section(path, template="question"))
     with pytest.raises(DataError, match="no usable row"):
         check_prompt_file(section(path, input_key="text", on_bad_row="skip"))

@@ -121,7 +121,7 @@ def test_equal_lengths_are_neighbours() -> None:
     (update,) = plan(groups)
     assert sizes(update, groups) == [[[5, 5, 5, 5, 3, 3, 3, 3]]]
     (split,) = plan(groups, max_tokens=16)
-    assert sizes(split, groups) == [[[5, 3, 3, 3], [5, 5], [5, 3]]]
+    assert sizes(split, groups) == [[[3, 3, 3, 3], [5, 5], [5, 5]]]
 
 
 def test_same_batch_same_plan() -> None:

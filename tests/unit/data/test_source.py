@@ -98,7 +98,7 @@ def test_a_prompt_ends_once(first: str, again: str) -> None:
     taken = s.take(2)
     end = {"give_back": lambda ids: s.give_back(ids, regenerate=True), "drop": s.drop, "settle": s.settle}
     end[first](taken[:1])
-    with pytest.raises(RolloutError, match="group 0 .attempt 0. is .* but it is not out"):
+    with pytest.raises(RolloutError, match=r"group 0 \(attempt 0\) is .* but it is not out"):
         end[again](taken[:1])
     assert list(s.out) == [1]
 

@@ -66,12 +66,32 @@ def test_a_chat_template_that_prints_the_begin_has_it_once(with_bos: Path) -> No
     assert ids == encode_prompt(tokenizer, [{"role": "user", "content": "hi"}], "chat")[1]
 
 
-def test_both_loaders_give_the_same_ids(plain: Path, with_bos: Path) -> None:
+def test_the_ids_are_those_of_transformers(plain: Path, with_bos: Path) -> None:
+    transformers = pytest.importorskip("transformers")
     for folder in (plain, with_bos):
-        light, full = load_tokenizer(folder), load_tokenizer(folder, template="chat")
+        ours, theirs = load_tokenizer(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         for text in ("2 + 3 = é", "<|im_start|>x<|sep|>", ""):
-            assert light.encode(text) == full.encode(text)
-        assert (light.prefix, light.eos_id, light.pad_id) == (full.prefix, full.eos_id, full.pad_id)
+            assert list(ours.encode(text)) == theirs.encode(text, add_special_tokens=False)
+        assert (ours.eos_id, ours.pad_id) == (theirs.eos_token_id, theirs.pad_token_id)
+
+
+def test_a_chat_template_must_be_there(tmp_path: Path) -> None:
+    save_tokenizer(byte_tokenizer(), tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["chat_template"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(DataError, match="has no chat template"):
+        load_tokenizer(tmp_path, template="chat")
+
+
+def test_messages_that_the_chat_template_refuses_are_a_data_error(tmp_path: Path) -> None:
+    save_tokenizer(byte_tokenizer(), tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    refusing = json.loads(path.read_text()) | {"chat_template": "{{ raise_exception('roles must alternate') }}"}
+    path.write_text(json.dumps(refusing))
+    with pytest.raises(DataError, match="roles must alternate"):
+        encode_prompt(load_tokenizer(tmp_path, template="chat"), "hi", "chat")
 
 
 def test_add_bos_token_of_the_config_counts_where_the_tokenizer_file_has_no_post_processor(plain: Path, tmp_path: Path) -> None:
@@ -98,7 +118,7 @@ def test_the_chat_template_opens_the_assistants_turn(plain: Path) -> None:
 
 
 def test_templates_that_cannot_work_are_errors(plain: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no {prompt}"):
+    with pytest.raises(DataError, match=r"has no \{prompt\}"):
         check_template("no place")
     with pytest.raises(DataError, match="only a chat template renders"):
         encode_prompt(load_tokenizer(plain), [{"role": "user", "content": "a"}])
@@ -140,10 +160,11 @@ def test_decoding_leaves_special_tokens_out_unless_asked(plain: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == "42é<|im_end|>"
 
 
-def test_reading_prompts_imports_neither_torch_nor_transformers(plain: Path) -> None:
+def test_only_a_chat_template_imports_transformers_and_nothing_imports_torch(plain: Path) -> None:
     code = (
         "import sys; import vime.data.prompts; from vime.data.templates import load_tokenizer; load_tokenizer(sys.argv[1]);"
-        "print(sorted({'torch', 'transformers', 'ray', 'vllm', 'pyarrow'} & set(sys.modules)))"
+        "print(sorted({'torch', 'transformers', 'ray', 'vllm', 'pyarrow'} & set(sys.modules)));"
+        "load_tokenizer(sys.argv[1], template='chat'); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(plain)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.split() == ["[]", "False"]

@@ -41,7 +41,7 @@ def line_points(svg: str, colour: str) -> list[tuple[float, float]]:
     ],
 )
 def test_ticks_are_round_numbers_inside_the_range(low: float, high: float, ticks: list[float]) -> None:
-    assert nice_ticks(low, high) == pytest.approx(ticks)
+    assert nice_ticks(low, high) == pytest.approx(ticks, rel=1e-9, abs=1e-18)
 
 
 def test_log_ticks_are_powers_of_ten_with_more_where_they_are_few() -> None:

@@ -74,7 +74,9 @@ def test_a_parents_error_keeps_the_parents_name_through_a_wrapper(build, invento
 
 
 def test_a_wrappers_own_error_is_attributed_to_it(build, inventory) -> None:
-    platform = family(build, "@hookimpl(wrapper=True)\ndef vime_perf_model(inventory):\n    yield\n    raise ValueError('mine')")
+    platform = family(
+        build, "@hookimpl(wrapper=True)\ndef vime_perf_model(inventory):\n    yield\n    raise ValueError('mine')"
+    )
     with pytest.raises(HookError, match="plugin child, hook vime_perf_model: ValueError: mine"):
         platform.perf_model(inventory)
 
@@ -267,7 +269,10 @@ def test_recording_keeps_hooks_and_arguments(build, inventory, request_for) -> N
     platform = record(Platform.of(build("acme")))
     platform.capabilities(inventory)
     platform.collective(request_for(), GROUP)
-    assert [(call.platform, call.hook) for call in platform.calls] == [("acme", "vime_capabilities"), ("acme", "vime_collective")]
+    assert [(call.platform, call.hook) for call in platform.calls] == [
+        ("acme", "vime_capabilities"),
+        ("acme", "vime_collective"),
+    ]
     assert platform.calls[1].arguments["group"] == GROUP
     assert platform.calls[0].answer == platform.capabilities(inventory)
     assert set(unasked(platform.calls)) == {name for name, rule in RULES.items() if rule.runtime} - {

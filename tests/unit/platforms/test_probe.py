@@ -30,9 +30,9 @@ def test_probes_run_side_by_side_under_one_limit_and_helpers_end_with_them(insta
     """
     targets = [target(install("one", body), "one"), target(install("two", "import time\ntime.sleep(60)"), "two")]
     start = time.monotonic()
-    answers = ask_all(targets, timeout_s=1.5)
-    assert time.monotonic() - start < 4
-    assert all("did not answer within 1.5 s" in (answer.problem or "") for answer in answers)
+    answers = ask_all(targets, timeout_s=2.0)
+    assert time.monotonic() - start < 6
+    assert all("did not answer within 2 s" in (answer.problem or "") for answer in answers)
     assert ended(int(marker.read_text()))
 
 
@@ -50,8 +50,8 @@ def ended(pid: int) -> bool:
 
 
 def test_exit_codes_and_output_are_told(install) -> None:
-    body = "import os, sys\n@hookimpl\ndef vime_probe(ctx):\n    sys.stderr.write('cannot map registers')\n    sys.stderr.flush()\n"
-    (answer,) = ask_all([target(install("acme", body + "    os._exit(3)"))], timeout_s=20)
+    body = "import os\n@hookimpl\ndef vime_probe(ctx):\n    os.write(2, b'cannot map registers')\n    os._exit(3)"
+    (answer,) = ask_all([target(install("acme", body))], timeout_s=20)
     assert answer.match is None
     assert "exit code 3: cannot map registers" in (answer.problem or "")
 

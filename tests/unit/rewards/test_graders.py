@@ -51,10 +51,12 @@ async def test_every_grader_scores_the_same_in_a_worker_process() -> None:
         ("math", GradeJob(r"\boxed{73}", "73.0"), GradeJob(r"\boxed{74}", "73.0")),
         ("exact", GradeJob("a ", "a"), GradeJob("b", "a")),
         ("gsm8k", GradeJob("#### 4", "4"), GradeJob("#### 5", "4")),
-        ("reasoning_gym", GradeJob("4", "4", **CHAIN_SUM), GradeJob("zzz", "4", **CHAIN_SUM)),
+        ("reasoning_gym", GradeJob("177", "177", **CHAIN_SUM), GradeJob("1771", "177", **CHAIN_SUM)),
     ):
         async with GraderPool(kind) as pool:
-            assert [o.reward for o in await pool.score([right, wrong])] == [1.0, 0.0], kind
+            outcomes = await pool.score([right, wrong])
+            assert [o.reward for o in outcomes] == [1.0, 0.0], kind
+            assert [o.raw for o in outcomes] == [1.0, 0.75 if kind == "reasoning_gym" else 0.0]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,9 @@ def test_the_task_may_come_from_the_metadata() -> None:
 
 def test_a_verifier_that_raises_is_not_a_wrong_answer() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        reasoning_gym.grade(GradeJob("zzz", "2 × 3", task="prime_factorization", metadata={"number": 6, "factors": [2, 3]}))
+        reasoning_gym.grade(
+            GradeJob("zzz", "2 \u00d7 3", task="prime_factorization", metadata={"number": 6, "factors": [2, 3]})
+        )
 
 
 @pytest.mark.parametrize(

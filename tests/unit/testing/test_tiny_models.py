@@ -22,7 +22,9 @@ def parameters(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: in
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_weights_have_the_sizes_of_the_config(tmp_path: Path, tied: bool) -> None:
-    folder = make_tiny_qwen3(tmp_path, tied=tied, hidden=96, layers=3, heads=4, kv_heads=1, head_dim=64, ffn=160, vocab_size=288)
+    folder = make_tiny_qwen3(
+        tmp_path, tied=tied, hidden=96, layers=3, heads=4, kv_heads=1, head_dim=64, ffn=160, vocab_size=288
+    )
     weights = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
 

@@ -88,6 +88,11 @@ class HostMemory:
                 raise MemoryStateError(f"cannot {action} {tag}: nothing is registered under it")
             if (place := self._regions[tag].place) not in places:
                 raise MemoryStateError(f"cannot {action} {tag}: it is {place}")
+            if action != "resume" and not all(s.resizable() for s in self._regions[tag].unique_storages()):
+                raise MemoryStateError(
+                    f"cannot {action} {tag}: a storage is shared with an array outside torch",
+                    fix="copy a tensor before taking a numpy view of it",
+                )
         return [self._regions[tag] for tag in asked]
 
     @staticmethod

@@ -126,4 +126,4 @@ def _attention_only(runner: Any) -> bool:
     from vllm.model_executor.layers.attention.attention import Attention
 
     layers = runner.compilation_config.static_forward_context.values()
-    return bool(layers) and all(type(layer) is Attention and str(layer.attn_type) == "decoder" for layer in layers)
+    return bool(layers) and all(type(layer) is Attention and layer.attn_type == "decoder" for layer in layers)

@@ -43,6 +43,8 @@ def save(state: TrainState, directory: Path) -> None:
     """Write a checkpoint into an empty directory; a collective over all ranks. Raises CheckpointError."""
     from megatron.core import dist_checkpointing
 
+    from vime.trainer.megatron.checkpoint_writer import InProcessSave
+
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -51,11 +53,9 @@ def save(state: TrainState, directory: Path) -> None:
     tensors["progress"] = dataclasses.asdict(state.progress)
     tensors["scheduler"] = state.scheduler.state_dict()
     try:
-        dist_checkpointing.save(tensors, str(directory), content_metadata=content)
+        dist_checkpointing.save(tensors, str(directory), InProcessSave(), content_metadata=content)
     except _failures() as error:
-        raise CheckpointError(
-            f"cannot write a checkpoint: {error}", where=str(directory), fix="check space and rights"
-        ) from error
+        raise CheckpointError(f"cannot write a checkpoint: {error}", where=str(directory), fix="check the disk") from error
 
 
 def load(state: TrainState, directory: Path) -> None:
@@ -132,7 +132,8 @@ def _check_content(found: dict[str, Any], expected: dict[str, Any], directory: P
             )
 
 
-def _failures() -> tuple[type[Exception], ...]:
+def _failures() -> tuple[type[BaseException], ...]:
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    return (CheckpointingException, OSError, KeyError, ValueError, RuntimeError, AssertionError)
+    return (CheckpointingException, CheckpointException, OSError, KeyError, ValueError, RuntimeError, AssertionError)

@@ -99,12 +99,16 @@ class WeightsView:
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of this stage in manifest order; a collective over the tensor-parallel ranks.
 
-        A tensor may be a view of a parameter: copy it before the next update. The copy of a tied tensor is left out.
+        On an accelerator a tensor may be a view of a parameter: copy it before the next update. On a host it never is,
+        because a numpy view of a parameter's storage would keep that storage from ever being freed. The copy of a tied
+        tensor is left out.
         """
         for entry in self.entries():
             if entry.is_copy:
                 continue
             whole = self._gathered(entry)
+            if whole.device.type == "cpu" and whole.untyped_storage().data_ptr() == entry.param.untyped_storage().data_ptr():
+                whole = whole.clone()
             yield from zip(entry.names, _parted(whole, entry.row.join, entry.shapes, self._model.shape), strict=True)
 
     def _gathered(self, entry: Entry) -> Tensor:

@@ -1,0 +1,58 @@
+"""Runs vime commands in a process of their own, with extra plugins on the path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+HEAVY = "torch ray vllm megatron transformers"
+RUN = f"""
+import sys
+from vime.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+heavy = sorted(set({HEAVY.split()!r}) & set(sys.modules))
+if heavy:
+    sys.exit(f"the command imported {{heavy}}")
+sys.exit(code)
+"""
+
+Vime = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def vime(tmp_path: Path) -> Vime:
+    """`vime(*words, env=)`: run a command and fail when it imported a heavy package."""
+
+    def run(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if name != "VIME_PLUGINS" and "proxy" not in name.lower()}
+        site = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *words],
+            capture_output=True,
+            text=True,
+            env={**clean, "PYTHONPATH": site, **(env or {})},
+            timeout=60,
+        )
+        assert "the command imported" not in done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def broken_plugin(tmp_path: Path) -> str:
+    """A third-party plugin named `gadget` whose import fails."""
+    info = tmp_path / "gadget_hardware-2.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gadget-hardware\nVersion: 2.5\n")
+    (info / "entry_points.txt").write_text("[vime.plugins]\ngadget = gadget_hardware\n")
+    (tmp_path / "gadget_hardware.py").write_text("import a_module_that_nobody_has\n")
+    return "gadget"

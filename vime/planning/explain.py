@@ -1,0 +1,233 @@
+"""A plan in words and as JSON: placement, memory, transports with every rejection, times with their sources, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from vime.facts.memory import NullMemory
+from vime.facts.process import Parallel, Slot
+from vime.planning.memory import PHASES, can_leave, frees, in_units
+from vime.planning.plan import MemoryRow, Plan, PoolPlan, pool_of
+from vime.planning.time import Estimate, switch
+
+
+def explain_text(plan: Plan) -> str:
+    """The plan as plain text."""
+    parts = (_head(plan), _placement(plan), _memory(plan), _transport(plan), _switch(plan), _environment(plan), _basis(plan))
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
+
+
+def explain_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values; every term of every estimate is in it."""
+    return {
+        "topology": plan.topology,
+        "dtype": plan.dtype,
+        "parameters": plan.model.parameters,
+        "shared": plan.shared,
+        "residency": plan.residency,
+        "pools": [_pool_json(pool) for pool in plan.pools],
+        "roles": [_role_json(*role) for role in _roles(plan)],
+        "memory": {
+            "rows": [{name: getattr(row, name) for name in MemoryRow.__slots__} for row in plan.memory.rows],
+            "capacity_bytes": dict(plan.memory.capacity_bytes),
+            "reserve_bytes": plan.memory.reserve_bytes,
+            "host_bytes_per_node": plan.memory.host_bytes_per_node,
+        },
+        "transport": _transport_json(plan),
+        "switch": [{"role": role, **_estimate_json(estimate)} for role, estimate in switches(plan)],
+        "environment": [
+            {"process": r.process, "name": r.name, "value": r.value, "mode": r.mode, "why": r.why} for r in plan.env_reasons
+        ],
+        "hooks_asked": list(plan.hooks_asked),
+        "notes": list(plan.notes),
+    }
+
+
+def switches(plan: Plan) -> list[tuple[str, Estimate]]:
+    """Seconds to park (or bring back) each role of a time-shared device set; empty where nothing moves."""
+    if plan.residency != "park":
+        return []
+    found: list[tuple[str, Estimate]] = []
+    for name, pool_name, leaves in _leavers(plan):
+        if isinstance(leaves, NullMemory) or not can_leave(leaves):
+            continue
+        rows = {(r.tag, r.how): r for r in plan.memory.rows if r.role == name}
+        moved = sum(r.num_bytes for r in rows.values() if any(str(tag) == r.tag and frees(leaves, tag) for tag in leaves.tags))
+        pool = pool_of(plan.pools, pool_name)
+        found.append((name, switch(moved, plan.perf[pool_name], pool.inventories[0])))
+    return found
+
+
+def _leavers(plan: Plan) -> Iterator[tuple[str, str, Any]]:
+    yield plan.actor.request.role, plan.actor.pool, plan.actor.memory
+    if plan.engines:
+        yield plan.engines[0].request.role, plan.engines[0].pool, plan.engines[0].sleep
+
+
+# ---- text
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    sharing = f"shared by time, {plan.residency}" if plan.shared else "every role on its own devices"
+    yield f"{plan.topology}: {plan.model.family}, {plan.model.parameters:,} parameters, {plan.dtype}; {sharing}"
+    for pool in plan.pools:
+        counts = [len(node.devices) for node in pool.inventories]
+        each = str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
+        kind = pool.inventories[0].devices[0].name
+        slots = "slots of a host" if pool.inventories[0].virtual else "devices"
+        yield f"pool {pool.name}: {pool.platform}, {len(counts)} node(s) x {each} {slots} ({kind})"
+
+
+def _placement(plan: Plan) -> Iterator[str]:
+    yield "placement"
+    rows = [(label, slots_text(slots, pool_of(plan.pools, pool)), axes_text(p)) for label, pool, slots, p in _roles(plan)]
+    yield from _table(rows)
+
+
+def _roles(plan: Plan) -> Iterator[tuple[str, str, Sequence[Slot], Parallel]]:
+    actor = plan.actor.request
+    yield actor.role, plan.actor.pool, actor.placement.slots, actor.parallel
+    for engine in plan.engines:
+        request = engine.request
+        yield f"{request.role}#{engine.index}", engine.pool, request.placement.slots, request.parallel
+
+
+def slots_text(slots: Sequence[Slot], pool: PoolPlan) -> str:
+    """`host-0[0-3] host-1[0]`."""
+    by_node: dict[int, list[int]] = {}
+    for slot in slots:
+        by_node.setdefault(slot.node, []).append(slot.device)
+    return " ".join(f"{pool.inventories[node].hostname}[{_ranges(devices)}]" for node, devices in by_node.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def axes_text(parallel: Parallel) -> str:
+    """Only the axes that are larger than 1."""
+    axes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep", "etp", "dp")}
+    return " ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield "memory per device"
+    rows = []
+    for pool, phase in ((p.name, phase) for p in plan.pools for phase in _phases(plan)):
+        mine = [r for r in plan.memory.rows if (r.pool, r.phase) == (pool, phase)]
+        for role in dict.fromkeys(r.role for r in mine):
+            tags = _by_tag(r for r in mine if r.role == role)
+            listed = ", ".join(f"{tag} {in_units(size)}" for tag, size in tags)
+            rows.append((phase, role, in_units(sum(size for _, size in tags)), listed))
+    yield from _table(rows)
+    for pool in plan.pools:
+        capacity = in_units(plan.memory.capacity_bytes[pool.name])
+        peak = max(PHASES, key=lambda phase: plan.memory.phase_bytes(pool.name, phase))
+        used = in_units(plan.memory.phase_bytes(pool.name, peak))
+        kept = f", reserve {in_units(plan.memory.reserve_bytes)}" if plan.memory.reserve_bytes else ""
+        yield f"  pool {pool.name}: at most {used} of {capacity} ({peak}){kept}"
+    yield f"  host memory per node for parked state and published weights: {in_units(plan.memory.host_bytes_per_node)}"
+
+
+def _phases(plan: Plan) -> tuple[str, ...]:
+    return PHASES if plan.engines else ("training",)
+
+
+def _by_tag(rows: Iterable[MemoryRow]) -> list[tuple[str, int]]:
+    sizes: dict[str, int] = {}
+    for row in rows:
+        sizes[row.tag] = sizes.get(row.tag, 0) + row.num_bytes
+    return list(sizes.items())
+
+
+def _transport(plan: Plan) -> Iterator[str]:
+    if plan.transport is None:
+        return
+    edge = plan.transport.edge
+    yield f"weights {edge.trainer.role} -> {edge.engine.role}: {in_units(edge.num_bytes)}, {edge.relation}"
+    yield f"  chosen    {plan.transport.protocol}: {_seconds(plan.transport.seconds, plan.transport.provenance)}"
+    for rejection in plan.transport.rejected:
+        yield f"  rejected  {rejection.protocol}: {rejection.reason}"
+
+
+def _switch(plan: Plan) -> Iterator[str]:
+    moves = switches(plan)
+    if plan.shared:
+        yield "switch between serving and training"
+        if not moves:
+            yield "  nothing moves: every role stays on the device"
+    for role, estimate in moves:
+        yield f"  {role}: {_seconds(estimate.seconds, estimate.provenance)} each way ({estimate.how})"
+
+
+def _seconds(seconds: float | None, provenance: str) -> str:
+    return "time unknown" if seconds is None else f"about {seconds:.3g} s ({provenance})"
+
+
+def _environment(plan: Plan) -> Iterator[str]:
+    if not plan.env_reasons:
+        return
+    yield "environment"
+    signs = {"forbid": "must not be", "require": "must be", "default": "is", "user": "is (yours)"}
+    rows = [(r.process, r.name, f"{signs[r.mode]} {r.value}", r.why) for r in plan.env_reasons]
+    yield from _table(rows)
+
+
+def _basis(plan: Plan) -> Iterator[str]:
+    yield "hooks asked"
+    yield "  " + "\n  ".join(plan.hooks_asked)
+    for pool, table in plan.perf.items():
+        for name, quantity in sorted(table.quantities.items()):
+            value = "unknown" if quantity.value is None else f"{quantity.value:g} {quantity.unit}"
+            source = f" ({quantity.source})" if quantity.source else ""
+            yield f"  rate {pool}.{name}: {value}, {quantity.provenance}{source}"
+    for note in plan.notes:
+        yield f"note: {note}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] if rows else []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
+        yield "  " + "  ".join([*cells, row[-1]]).rstrip()
+
+
+# ---- JSON
+
+
+def _pool_json(pool: PoolPlan) -> dict[str, Any]:
+    nodes = [{"hostname": n.hostname, "devices": len(n.devices), "memory_bytes": n.memory_bytes} for n in pool.inventories]
+    return {"name": pool.name, "platform": pool.platform, "resource": pool.binding.resource, "nodes": nodes}
+
+
+def _role_json(label: str, pool: str, slots: Sequence[Slot], parallel: Parallel) -> dict[str, Any]:
+    axes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep", "etp", "dp")}
+    return {"name": label, "pool": pool, "slots": [[slot.node, slot.device] for slot in slots], "parallel": axes}
+
+
+def _estimate_json(estimate: Estimate) -> dict[str, Any]:
+    return {"seconds": estimate.seconds, "provenance": estimate.provenance, "how": estimate.how}
+
+
+def _transport_json(plan: Plan) -> dict[str, Any] | None:
+    if plan.transport is None:
+        return None
+    edge = plan.transport.edge
+    return {
+        "from": edge.trainer.role,
+        "to": edge.engine.role,
+        "relation": str(edge.relation),
+        "num_bytes": edge.num_bytes,
+        "protocol": plan.transport.protocol,
+        "seconds": plan.transport.seconds,
+        "provenance": plan.transport.provenance,
+        "buffer_bytes": plan.transport.buffer_bytes,
+        "rejected": [{"protocol": r.protocol, "reason": r.reason} for r in plan.transport.rejected],
+    }

@@ -1,0 +1,338 @@
+"""Makes the plan of a run from a topology, a model and what the platforms answer. Pure: the same answers, the same plan.
+
+Hooks are asked in this order: inventory (or a nominal device) -> capabilities, binding -> placement -> transports, memory
+and sleep once for every residency that comes into question -> decision -> collective, environment, defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vime.errors import Errors, PlanError, TopologyError, VimeError
+from vime.facts.capabilities import Capabilities
+from vime.facts.collectives import GroupRequest
+from vime.facts.inventory import NodeInventory
+from vime.facts.model import ModelShape
+from vime.facts.process import RoleKind, RolePlacement, RoleRequest, Slot
+from vime.planning.ask import Asker
+from vime.planning.decide import Candidate, Seat, Situation, decide, weigh
+from vime.planning.env import check_equal, merge_env
+from vime.planning.memory import PoolSpace
+from vime.planning.needs import PlanNeeds
+from vime.planning.place import demand_for, engine_slots, place
+from vime.planning.plan import EnginePlan, EnvReason, Plan, PlatformAnswers, PoolPlan, TrainerPlan
+from vime.planning.transports import End, Wishes
+from vime.topology.load import LoadedTopology
+from vime.topology.profiles import choose_profile, nominal_nodes, real_nodes
+from vime.topology.rules import (
+    PoolNodes,
+    ResolvedRole,
+    check_hardware,
+    check_model,
+    check_supply,
+    demand_of,
+    rule_error,
+    share_groups,
+)
+
+Inventories = Mapping[str, tuple[NodeInventory, ...]]
+
+
+def make_plan(
+    loaded: LoadedTopology,
+    *,
+    model: ModelShape,
+    needs: PlanNeeds,
+    platforms: Mapping[str, PlatformAnswers],
+    inventories: Inventories | None = None,
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        platforms: by name; every pool's platform must be there.
+        inventories: nodes by pool name, where they are known; other pools use their nominal device.
+
+    Raises:
+        TopologyError, PlanError, PlacementError or Errors: what does not fit, each with rule, place and arithmetic.
+        PluginError: a platform answered wrongly.
+    """
+    asker = Asker()
+    actor, rollout = _roles(loaded, needs)
+    nodes = _nodes(loaded, platforms, inventories or {})
+    _raise_all(_checks(loaded, nodes, model))
+    pools = _pools(loaded, nodes, platforms, asker)
+    dtype = _dtype(needs, [pools[role.pool] for role in (actor, rollout) if role is not None])
+    situation = _situation(loaded, (actor, rollout), pools, platforms, _Run(model, dtype, needs))
+    candidate = decide(situation, asker, _residencies(loaded, actor, rollout))
+    plan = _finish(loaded, situation, candidate, asker)
+    perf = {name: asker.ask(platforms[pool.platform], "perf_model", pool.inventories[0]) for name, pool in pools.items()}
+    nominal = "" if inventories else "W281 made from nominal devices: no machine was looked at"
+    notes = (*plan.notes, *([nominal] if nominal else []))
+    return replace(plan, pools=tuple(pools.values()), perf=perf, hooks_asked=tuple(asker.asked), notes=notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    model: ModelShape
+    dtype: str
+    needs: PlanNeeds
+
+
+def _raise_all(errors: list[VimeError]) -> None:
+    if errors:
+        raise errors[0] if len(errors) == 1 else Errors(errors)
+
+
+# ---- roles and pools
+
+
+def _roles(loaded: LoadedTopology, needs: PlanNeeds) -> tuple[ResolvedRole, ResolvedRole | None]:
+    """The one training role and the one set of engines that are planned for."""
+    trains = [role for role in loaded.roles if role.kind == "train" and role.optimizer]
+    rollouts = [role for role in loaded.roles if role.kind == "rollout"]
+    other = [role for role in loaded.roles if role.kind == "train" and not role.optimizer]
+    other += [role for role in rollouts if role.stage or role.endpoints]
+    for role in (*trains[1:], *rollouts[1:], *other):
+        text = f"roles.{role.name}: vime plans one trained role and one set of engines that it starts itself"
+        raise PlanError(text, where=loaded.where("roles", role.name), fix=f"remove the role {role.name}")
+    if not trains:
+        raise PlanError("no role is trained", where=loaded.where("roles"), fix="add `actor: {kind: train}`")
+    if not rollouts and needs.samples:
+        text = "no rollout role, but the algorithm samples"
+        fix = "add `rollout: {kind: rollout}`, or choose algorithm.kind sft"
+        raise PlanError(text, where=loaded.where("roles"), fix=fix)
+    return trains[0], rollouts[0] if rollouts else None
+
+
+def _nodes(loaded: LoadedTopology, platforms: Mapping[str, PlatformAnswers], inventories: Inventories) -> dict[str, PoolNodes]:
+    found: dict[str, PoolNodes] = {}
+    for name, pool in loaded.topology.pools.items():
+        if pool.platform not in platforms:
+            raise _inactive(loaded, name, pool.platform, platforms)
+        demand = demand_of(loaded.topology, loaded.roles, name)
+        if name in inventories:
+            nodes = real_nodes(name, pool, inventories[name], demand=demand, tree=loaded.tree)
+            found[name] = PoolNodes(name, pool, nodes)
+        else:
+            profile = choose_profile(name, pool, platforms[pool.platform].profiles(), loaded.tree)
+            nodes = nominal_nodes(name, pool, profile, demand=demand, tree=loaded.tree)
+            found[name] = PoolNodes(name, pool, nodes, profile)
+    return found
+
+
+def _inactive(loaded: LoadedTopology, name: str, platform: str, platforms: Mapping[str, PlatformAnswers]) -> TopologyError:
+    where = loaded.where("pools", name, "platform")
+    if platform == "auto":
+        fix = "give --platform NAME, or write the name into the pool"
+        return rule_error("E271", f"pools.{name}", "no platform is chosen", where=where, fix=fix)
+    active = ", ".join(sorted(platforms)) or "none"
+    fix = f"see `vime plugins show {platform}`"
+    return rule_error("E271", f"pools.{name}", f"platform {platform} is not active (active: {active})", where=where, fix=fix)
+
+
+def _checks(loaded: LoadedTopology, nodes: Mapping[str, PoolNodes], model: ModelShape) -> list[VimeError]:
+    """Every rule that needs hardware or model."""
+    supply = {name: sum(len(node.devices) for node in at.nodes) for name, at in nodes.items()}
+    errors = check_supply(loaded.topology, loaded.roles, supply, loaded.tree)
+    for at in nodes.values():
+        errors += check_hardware(at, loaded.roles, loaded.tree)
+    return [*errors, *check_model(loaded.roles, model, loaded.tree)]
+
+
+def _pools(
+    loaded: LoadedTopology, nodes: Mapping[str, PoolNodes], platforms: Mapping[str, PlatformAnswers], asker: Asker
+) -> dict[str, PoolPlan]:
+    pools: dict[str, PoolPlan] = {}
+    for name, at in nodes.items():
+        platform = platforms[at.pool.platform]
+        if not any(node.devices for node in at.nodes):
+            text = "its nodes have no devices"
+            raise rule_error("E201", f"pools.{name}", text, where=loaded.where("pools", name), fix="look at `vime doctor`")
+        capabilities = asker.ask(platform, "capabilities", at.nodes[0])
+        binding = asker.ask(platform, "ray_binding", at.nodes[0])
+        pools[name] = PoolPlan(name, at.pool.platform, at.nodes, capabilities, binding)
+    return pools
+
+
+def _dtype(needs: PlanNeeds, pools: list[PoolPlan]) -> str:
+    dtype = needs.dtype or pools[0].capabilities.default_dtype
+    for pool in pools:
+        if dtype not in pool.capabilities.dtypes:
+            able = ", ".join(pool.capabilities.dtypes)
+            reason = pool.capabilities.absent.get(dtype)
+            text = f"pool {pool.name} ({pool.platform}) has no {dtype}" + (f": {reason}" if reason else "")
+            raise PlanError(text, fix=f"set model.dtype to one of {able}")
+    return dtype
+
+
+# ---- placement and requests
+
+
+def _situation(
+    loaded: LoadedTopology,
+    roles: tuple[ResolvedRole, ResolvedRole | None],
+    pools: Mapping[str, PoolPlan],
+    platforms: Mapping[str, PlatformAnswers],
+    run: _Run,
+) -> Situation:
+    slots = _placement(loaded, pools)
+    shared = _share_of(loaded, roles)
+    actor, rollout = (
+        None if role is None else _seat(loaded, role, pools[role.pool], platforms, (slots, shared, run)) for role in roles
+    )
+    assert actor is not None
+    index = next(
+        (
+            i
+            for i, e in enumerate(loaded.topology.sync)
+            if rollout and (e.source, e.target) == (actor.role.name, rollout.role.name)
+        ),
+        None,
+    )
+    edge = None if index is None else loaded.topology.sync[index]
+    wishes = Wishes() if edge is None else Wishes(edge.prefer, edge.forbid, edge.require, edge.buffer)
+    return Situation(
+        model=run.model,
+        dtype=run.dtype,
+        needs=run.needs,
+        actor=actor,
+        rollout=rollout,
+        wishes=wishes,
+        edge_where=loaded.where("roles") if index is None else loaded.where("sync", index),
+        share_where=loaded.where("share", shared) if shared is not None else None,
+    )
+
+
+def _placement(loaded: LoadedTopology, pools: Mapping[str, PoolPlan]) -> dict[str, tuple[Slot, ...]]:
+    """Slots by role name."""
+    slots: dict[str, tuple[Slot, ...]] = {}
+    groups = share_groups(loaded.topology, loaded.roles)
+    for name, pool in pools.items():
+        mine = [group for group in groups if group[0].pool == name]
+        demands = [demand_for(group) for group in mine]
+        placed = place([len(node.devices) for node in pool.inventories], demands, pool=name)
+        for group, demand in zip(mine, demands, strict=True):
+            slots |= {role.name: placed[demand.name] for role in group}
+    return slots
+
+
+def _share_of(loaded: LoadedTopology, roles: tuple[ResolvedRole, ResolvedRole | None]) -> int | None:
+    """The position of the share group that holds both roles."""
+    names = {role.name for role in roles if role is not None}
+    groups = (i for i, share in enumerate(loaded.topology.share) if len(names) == 2 and names <= set(share.roles))
+    return next(groups, None)
+
+
+def _residencies(loaded: LoadedTopology, actor: ResolvedRole, rollout: ResolvedRole | None) -> tuple[str | None, ...]:
+    """`auto` stays on the device when everything fits, since then nothing has to move."""
+    index = _share_of(loaded, (actor, rollout))
+    if index is None:
+        return (None,)
+    wanted = loaded.topology.share[index].residency
+    return ("resident", "park") if wanted == "auto" else (wanted,)
+
+
+def _seat(
+    loaded: LoadedTopology,
+    role: ResolvedRole,
+    pool: PoolPlan,
+    platforms: Mapping[str, PlatformAnswers],
+    given: tuple[Mapping[str, tuple[Slot, ...]], int | None, _Run],
+) -> Seat:
+    slots, shared, run = given
+    limits = loaded.topology.limits
+    space = PoolSpace(
+        pool.name, pool.inventories, limits.device_reserve, limits.host_pinned_per_node, loaded.where("pools", pool.name)
+    )
+    mine = slots[role.name]
+    with_whom = loaded.topology.share[shared].roles if shared is not None else ()
+    cut = engine_slots(mine, role) if role.kind == "rollout" else (mine,)
+    requests = tuple(_request(role, part, pool, run, tuple(n for n in with_whom if n != role.name)) for part in cut)
+    group = "/".join(with_whom) if shared is not None else role.name
+    return Seat(role, platforms[pool.platform], space, End(pool.name, pool.inventories, mine), group, requests)
+
+
+def _request(
+    role: ResolvedRole, slots: tuple[Slot, ...], pool: PoolPlan, run: _Run, shared_with: tuple[str, ...]
+) -> RoleRequest:
+    kind = RoleKind.TRAINER if role.kind == "train" else RoleKind.ENGINE
+    capabilities: Capabilities = pool.capabilities
+    return RoleRequest(
+        role=role.name,
+        kind=kind,
+        placement=RolePlacement(role.name, slots),
+        inventories=pool.inventories,
+        capabilities=capabilities,
+        parallel=role.parallel,
+        dtype=run.dtype,
+        shared_with=shared_with,
+        deterministic=run.needs.deterministic,
+        software=pool.inventories[0].software.get(str(kind), {}),
+        threads=run.needs.threads if kind is RoleKind.TRAINER else 1,
+    )
+
+
+# ---- after the decision
+
+
+def _finish(loaded: LoadedTopology, situation: Situation, candidate: Candidate, asker: Asker) -> Plan:
+    trainer, trainer_rules, reasons = _trainer(loaded, situation, candidate, asker)
+    engines: list[EnginePlan] = []
+    for index in range(len(candidate.engine_requests)):
+        engine, rules, why = _engine(loaded, situation, candidate, asker, index)
+        check_equal((*trainer_rules, *rules), trainer.env, engine.env, where=loaded.where("env"))
+        engines.append(engine)
+        reasons += why if index == 0 else ()
+    args = {**(engines[0].defaults.args if engines else {}), **situation.needs.vllm}
+    memory, errors, notes = weigh(situation, candidate, args)
+    _raise_all(list(errors))
+    return Plan(
+        topology=loaded.topology.name,
+        model=situation.model,
+        dtype=situation.dtype,
+        pools=(),
+        actor=trainer,
+        engines=tuple(engines),
+        shared=situation.share_where is not None,
+        residency=candidate.residency,
+        transport=candidate.transport,
+        memory=memory,
+        perf={},
+        start_timeout_s=loaded.topology.limits.start_timeout or situation.needs.start_timeout_s,
+        notes=tuple(notes),
+        env_reasons=reasons,
+    )
+
+
+Rules = tuple[Mapping[str, Any], ...]
+
+
+def _trainer(
+    loaded: LoadedTopology, situation: Situation, candidate: Candidate, asker: Asker
+) -> tuple[TrainerPlan, Rules, tuple[EnvReason, ...]]:
+    seat, request = situation.actor, candidate.actor_request
+    collective = asker.ask(seat.platform, "collective", request, GroupRequest("trainer", seat.role.devices))
+    process_env = asker.ask(seat.platform, "process_env", request)
+    backend_env = getattr(candidate.backend, "env", {})
+    runtime = asker.ask(seat.platform, "trainer_runtime", request)
+    adaptation = asker.ask(seat.platform, "megatron_adapt", request, situation.model)
+    layers = (process_env, backend_env)
+    user, where = loaded.topology.env.trainer, loaded.where("env", "trainer")
+    env, reasons = merge_env(layers, user, process=seat.role.name, where=where)
+    plan = TrainerPlan(seat.role.pool, request, runtime, adaptation, collective, candidate.backend, env)
+    return plan, layers, reasons
+
+
+def _engine(
+    loaded: LoadedTopology, situation: Situation, candidate: Candidate, asker: Asker, index: int
+) -> tuple[EnginePlan, Rules, tuple[EnvReason, ...]]:
+    seat, request, sleep = situation.rollout, candidate.engine_requests[index], candidate.sleeps[index]
+    assert seat is not None
+    process_env = asker.ask(seat.platform, "process_env", request)
+    defaults = asker.ask(seat.platform, "vllm_defaults", request)
+    layers = (process_env, defaults.env, sleep.env)
+    user, where = loaded.topology.env.engine, loaded.where("env", "engine")
+    env, reasons = merge_env(layers, user, process=seat.role.name, where=where)
+    return EnginePlan(index, seat.role.pool, request, defaults, sleep, env), layers, reasons
