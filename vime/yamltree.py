@@ -104,15 +104,25 @@ def plain(node: Node) -> Any:
             return {key: plain(value) for key, value in node.entries.items()}
 
 
-def as_text(node: Node) -> Any:
-    """Like `plain`, but every scalar stays the text that was written (environment variables)."""
+def quoted(node: Node) -> Node:
+    """The node with every scalar as the text that was written, as if it stood in quotes (environment variables)."""
     match node:
         case Scalar():
-            return node.text
+            return Scalar(node.where, node.text, plain=False)
+        case Items():
+            return Items(node.where, tuple(quoted(item) for item in node.items))
         case Entries():
-            return {key: as_text(value) for key, value in node.entries.items()}
-        case _:
-            return plain(node)
+            return Entries(node.where, {key: quoted(value) for key, value in node.entries.items()}, node.keys)
+        case Value():
+            return node
+
+
+def replace_at(tree: Node, path: tuple[str, ...], value: Node) -> Node:
+    """The tree with another node at an existing path through mappings."""
+    if not path:
+        return value
+    assert isinstance(tree, Entries)
+    return Entries(tree.where, {**tree.entries, path[0]: replace_at(tree.entries[path[0]], path[1:], value)}, tree.keys)
 
 
 def from_value(value: Any, where: Where) -> Node:

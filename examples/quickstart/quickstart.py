@@ -26,10 +26,10 @@ def call(*words: str | Path) -> None:
 def prepare() -> None:
     """Make the data and the warm model unless an earlier call did. A half-made folder is never taken for a finished one."""
     if not (WORK / "data" / "eval.jsonl").exists():
-        split = "eval=1500,sft=6000,rl=rest"
-        config = ["--config", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=2", "allow_negation=false"]
         making = WORK / "data.making"
-        call(VIME, "data", "make", "reasoning_gym:chain_sum", "--n", "60000", "--seed", "7", "--split", split, "--out", making, *config)
+        settings = ("min_terms=2", "max_terms=2", "min_digits=1", "max_digits=2", "allow_negation=false")
+        words = ["reasoning_gym:chain_sum", "--n", "60000", "--seed", "7", "--split", "eval=1500,sft=6000,rl", "--out", making]
+        call(VIME, "data", "make", *words, *(word for setting in settings for word in ("--config", setting)))
         shutil.rmtree(WORK / "data", ignore_errors=True)
         making.rename(WORK / "data")
     if not (WORK / "warm-model" / "model.safetensors").exists():

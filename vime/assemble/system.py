@@ -252,13 +252,15 @@ class Roles:
         return Publishing(self.publisher, rules, settle=self.evaluation.settle, report=self._synced)
 
     def _published(self, version: PolicyVersion) -> None:
+        """A trainer that dies ends the run, which goes on from its checkpoint: no earlier batch is needed again."""
         self.last = version
+        self.buffer.release_until(version.step)
 
     def _synced(self, report: SyncReport) -> None:
         self._published(report.version)
-        metrics: dict[str, float] = {"perf/update_weights_bytes": report.nbytes}
+        metrics: dict[str, float] = {"perf/update_weights_wire_bytes": float(report.nbytes)}
         if report.probe_mean is not None and report.probe_max is not None:
-            metrics |= {"sync/probe_mean": report.probe_mean, "sync/probe_max": report.probe_max}
+            metrics |= {"sync/probe_abs_diff": report.probe_mean, "sync/probe_abs_diff_max": report.probe_max}
         self.system.recorder.note(RowKind.SYNC, metrics=metrics, seconds=report.seconds)
 
     # ---- evaluation and checkpoints

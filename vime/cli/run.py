@@ -34,11 +34,11 @@ def add_parser(commands: Any) -> None:
 def handle(args: argparse.Namespace) -> int:
     """Check, plan and train. Raises the first VimeError of any part."""
     from vime.cli.prepare import prepare
-    from vime.planning.explain import explain
+    from vime.planning.explain import explain_text
 
     prepared = prepare(args)
     if args.dry_run:
-        print(explain(prepared.plan))
+        print(explain_text(prepared.plan))
         return 0
     return train(prepared, resume=args.resume)
 
@@ -74,7 +74,9 @@ async def _supervised(prepared: Prepared, recorder: Any, beginning: Beginning) -
     """Run until done; SIGINT and SIGTERM end the run in order, with every process it started."""
     from vime.assemble import Start, run
 
-    task = asyncio.ensure_future(run(prepared.config, prepared.plan, recorder, Start(beginning.incarnation, beginning.snapshot)))
+    task = asyncio.ensure_future(
+        run(prepared.config, prepared.plan, recorder, Start(beginning.incarnation, beginning.snapshot))
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
@@ -112,7 +114,9 @@ def begin(directory: Path, *, resume: bool) -> Beginning:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"the run directory cannot be made: {error.strerror}", where=str(directory), fix="set run.dir") from error
+        raise DataError(
+            f"the run directory cannot be made: {error.strerror}", where=str(directory), fix="set run.dir"
+        ) from error
     marker = directory / INCARNATION
     incarnation = int(marker.read_text()) + 1 if marker.exists() else 0
     marker.write_text(f"{incarnation}\n")
@@ -123,10 +127,10 @@ def _write_record(prepared: Prepared, directory: Path) -> None:
     """What the run was made of, readable without vime."""
     from vime.config.load import dump_resolved
     from vime.observe import layout
-    from vime.planning.explain import to_json
+    from vime.planning.explain import explain_json
 
     (directory / layout.RESOLVED).write_text(dump_resolved(prepared.config))
-    (directory / layout.PLAN).write_text(json.dumps(to_json(prepared.plan), indent=1) + "\n")
+    (directory / layout.PLAN).write_text(json.dumps(explain_json(prepared.plan), indent=1) + "\n")
 
 
 def _description(prepared: Prepared, beginning: Beginning) -> dict[str, Any]:

@@ -16,17 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vime.cluster import RAY_ENV
 from vime.cluster.guardian import guardian_command
 from vime.errors import PlacementError
 
 LOOPBACK = "127.0.0.1"
-_SESSION_ENV = {
-    # Ray replaces 127.0.0.1 by an outside address unless clusters are switched off; the variable's name is Ray's.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",
-}
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
 
 
@@ -49,13 +43,13 @@ class RaySession:
 
     def start(self, *, timeout_s: float = 60.0) -> None:
         """Connect; a local head is started first when no address was given. Raises PlacementError."""
-        os.environ.update(_SESSION_ENV)
         for name in [n for n in os.environ if n.lower() in _PROXIES]:
             del os.environ[name]
         address = self._address or self._start_head()
         import ray
 
         deadline = time.monotonic() + timeout_s
+        self._wait_for_port(address, deadline)
         while True:
             try:
                 ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=f"vime-{self._run_id}")
@@ -94,13 +88,24 @@ class RaySession:
         with (self._log_dir / "ray.log").open("wb") as log:
             self._head = subprocess.Popen(
                 command,
-                env=clean_environment(_SESSION_ENV),
+                env=clean_environment(RAY_ENV),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         return f"{LOOPBACK}:{port}"
+
+    def _wait_for_port(self, address: str, deadline: float) -> None:
+        """Ray's client can wait for ever in native code for a server that was not there when it first asked."""
+        host, _, port = address.rpartition(":")
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection((host, int(port)), timeout=1.0).close()
+                return
+            except OSError:
+                self._check_head(address)
+                time.sleep(0.05)
 
     def _check_head(self, address: str) -> None:
         if self._head is not None and self._head.poll() is not None:

@@ -6,6 +6,7 @@ current folder; in the loaded configuration every path is absolute. Later layers
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ import yaml
 from pydantic import ValidationError
 
 from vime.config import passthrough, rules
-from vime.config.schema import Config
+from vime.config.schema import Config, GrpoSection
 from vime.errors import ConfigError, Errors, VimeError
 from vime.topology.findings import Finding, describe_validation
+from vime.topology.load import with_text_environment
 from vime.topology.structure import fields_at, homes_of, path_fields
 from vime.yamltree import (
     Entries,
@@ -34,6 +36,7 @@ from vime.yamltree import (
     parse,
     plain,
     read,
+    replace_at,
     resolve,
 )
 
@@ -49,6 +52,12 @@ class LoadedConfig:
     warnings: tuple[Finding, ...]
     tree: Node
     manifests: Mapping[str, str]
+
+    @property
+    def topology_source(self) -> str | Node:
+        """What `load_topology` takes: a name or path, or the node of an inline topology, which keeps its lines."""
+        node = get(self.tree, ("topology",))
+        return node if isinstance(node, Entries) else str(self.config.topology)
 
     def where(self, path: str) -> str | None:
         """Where a dotted path, or its nearest given parent, stands."""
@@ -83,7 +92,7 @@ def load_config(
             tree = merge(tree, _absolute(_override(override, tree), Path.cwd()))
         except VimeError as error:
             errors.append(error)
-    tree, manifests, found = _check_passthrough(tree)
+    tree, manifests, found = _check_passthrough(with_text_environment(tree, ("topology", "env")))
     errors += found
     config, found = _validate(tree)
     errors += found
@@ -103,8 +112,11 @@ def dump_resolved(config: Config) -> str:
 
 
 def _validate(tree: Node) -> tuple[Config | None, list[VimeError]]:
+    values = plain(tree)
+    if isinstance(values.get("algorithm"), dict):
+        values["algorithm"].setdefault("kind", GrpoSection().kind)
     try:
-        return Config.model_validate(plain(tree)), []
+        return Config.model_validate(values), []
     except ValidationError as invalid:
         return None, [ConfigError(f.what, where=f.where, fix=f.fix) for f in describe_validation(invalid, tree, _suggest)]
 
@@ -156,14 +168,21 @@ def _includes(node: Entries) -> Iterator[tuple[str, Where]]:
 def _absolute(tree: Node, base: Path) -> Node:
     """The tree with its relative paths made absolute."""
     for pattern in path_fields(Config):
-        tree = _rewrite(tree, pattern, lambda text: str((base / Path(text).expanduser()).absolute()))
+        tree = _rewrite(tree, pattern, lambda text: _absolute_path(text, base))
     return _rewrite(tree, ("topology",), lambda text: _topology_source(text, base))
 
 
 def _topology_source(text: str, base: Path) -> str:
     """A shipped name stays; anything that looks like a file becomes absolute."""
     is_path = "/" in text or text.endswith((".yaml", ".yml"))
-    return str((base / Path(text).expanduser()).absolute()) if is_path else text
+    return _absolute_path(text, base) if is_path else text
+
+
+def _absolute_path(text: str, base: Path) -> str:
+    """Without `..` where that names the same place; symbolic links stay, since their names mean something to people."""
+    path = (base / Path(text).expanduser()).absolute()
+    tidy = Path(os.path.normpath(path))
+    return str(tidy if tidy.resolve() == path.resolve() else path)
 
 
 def _rewrite(node: Node, pattern: tuple[str, ...], change: Any) -> Node:
@@ -249,15 +268,8 @@ def _check_passthrough(tree: Node) -> tuple[Node, dict[str, str], list[VimeError
             checked = passthrough.check(section, node)
             used[".".join(section.path)] = f"{checked.manifest.package}: {checked.manifest.origin}"
             errors += checked.errors
-            tree = _replace(tree, section.path, checked.entries)
+            tree = replace_at(tree, section.path, checked.entries)
     return tree, used, errors
-
-
-def _replace(tree: Node, path: tuple[str, ...], value: Node) -> Node:
-    if not path:
-        return value
-    assert isinstance(tree, Entries)
-    return Entries(tree.where, {**tree.entries, path[0]: _replace(tree.entries[path[0]], path[1:], value)}, tree.keys)
 
 
 # ---- writing

@@ -103,11 +103,9 @@ def read_prompts(section: DataSection, tokenizer: PromptTokenizer, *, limit: int
     """
     reader = _Reader(section, tokenizer)
     fields = _read_fields(section, reader.reject)
-    while batch := list(islice(fields, _ENCODE_ROWS)):
+    while batch := list(islice(fields, reader.wanted(limit))):
         reader.add(batch)
-        if limit is not None and len(reader.rows) >= limit:
-            break
-    return reader.table(limit)
+    return reader.table()
 
 
 def check_prompt_file(section: DataSection, *, num_rows: int = 50) -> PromptFileCheck:
@@ -188,15 +186,18 @@ class _Reader:
             self.places.append(fields.place)
             self.hashes.append(_row_hash(fields))
 
-    def table(self, limit: int | None) -> PromptTable:
-        kept = slice(limit)
-        if not self.rows[kept]:
+    def wanted(self, limit: int | None) -> int:
+        """How many rows to look at next."""
+        return _ENCODE_ROWS if limit is None else min(_ENCODE_ROWS, limit - len(self.rows))
+
+    def table(self) -> PromptTable:
+        if not self.rows:
             raise _nothing_left(self.section.path, self.bad, num_skipped=self.num_skipped, num_too_long=self.num_too_long)
         return PromptTable(
             path=self.section.path,
-            rows=tuple(self.rows[kept]),
-            places=tuple(self.places[kept]),
-            identity=hashlib.sha256(b"".join(self.hashes[kept])).hexdigest(),
+            rows=tuple(self.rows),
+            places=tuple(self.places),
+            identity=hashlib.sha256(b"".join(self.hashes)).hexdigest(),
             bad_rows=tuple(self.bad),
             num_skipped=self.num_skipped,
             num_too_long=self.num_too_long,

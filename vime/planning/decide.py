@@ -101,9 +101,7 @@ def consider(situation: Situation, asker: Asker, residency: str | None) -> Candi
     """One residency's answers, weighed."""
     actor, rollout = situation.actor, situation.rollout
     actor_request = replace(actor.requests[0], residency=residency)
-    engine_requests: tuple[RoleRequest, ...] = (
-        tuple(replace(r, residency=residency) for r in rollout.requests) if rollout else ()
-    )
+    engine_requests = _resident(rollout.requests if rollout else (), residency)
     errors: list[PlanError] = []
     transport = None
     if rollout is not None:
@@ -121,6 +119,10 @@ def consider(situation: Situation, asker: Asker, residency: str | None) -> Candi
     except PlanError as error:
         errors.append(error)
     return replace(candidate, errors=tuple(errors))
+
+
+def _resident(requests: tuple[RoleRequest, ...], residency: str | None) -> tuple[RoleRequest, ...]:
+    return tuple(replace(request, residency=residency) for request in requests)
 
 
 def _transport(situation: Situation, rollout: Seat, asker: Asker, requests: tuple[RoleRequest, RoleRequest]) -> TransportPlan:

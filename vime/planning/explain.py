@@ -120,8 +120,8 @@ def axes_text(parallel: Parallel) -> str:
 def _memory(plan: Plan) -> Iterator[str]:
     yield "memory per device"
     rows = []
-    for pool, phase in ((p.name, phase) for p in plan.pools for phase in _phases(plan)):
-        mine = [r for r in plan.memory.rows if (r.pool, r.phase) == (pool, phase)]
+    for name, phase in ((p.name, phase) for p in plan.pools for phase in _phases(plan)):
+        mine = [r for r in plan.memory.rows if (r.pool, r.phase) == (name, phase)]
         for role in dict.fromkeys(r.role for r in mine):
             tags = _by_tag(r for r in mine if r.role == role)
             listed = ", ".join(f"{tag} {in_units(size)}" for tag, size in tags)

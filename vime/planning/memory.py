@@ -258,7 +258,8 @@ def check_memory(space: PoolSpace, plan: MemoryPlan, occupants: Sequence[Occupan
     notes: list[str] = []
     for phase in PHASES:
         for used, limit, parts in _loads(space, phase, mine, plan):
-            text = f"{phase} needs {' + '.join(parts)} = {in_units(used)} of {in_units(limit)}"
+            total = f" = {in_units(used)}" if len(parts) > 1 else ""
+            text = f"{phase} needs {' + '.join(parts)}{total} of {in_units(limit)}"
             if used > limit:
                 errors.append(PlanError(f"E251 pools.{space.name}: {text}", where=space.where, fix=_memory_fix(mine, phase)))
             elif used > limit * (1 - NEAR_LIMIT):

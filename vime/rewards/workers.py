@@ -160,7 +160,7 @@ class GraderPool:
                 self.num_replaced += 1
         except RewardError as failure:
             self._fail(failure)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001  a worker that ended silently would leave its callers waiting
             self._fail(RewardError(f"the grader pool stopped: {error!r}"))
 
     async def _start_process(self) -> GraderProcess:

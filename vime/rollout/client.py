@@ -16,7 +16,8 @@ from vime.types import PolicyVersion, SampleStatus, VersionSpan
 GENERATE_ROUTE = "/inference/v1/generate"
 SESSION_HEADER = "x-session-id"
 _NO_LOG_PROB = -9999.0
-_RETRYABLE_STATUS = frozenset({429, 502, 503, 504})
+_RETRYABLE_STATUS = frozenset({429, 500, 502, 503, 504})
+"""500 is what a dying engine core answers, and what the router says when its engine broke off."""
 _FINISH: Mapping[str, SampleStatus] = {
     "stop": SampleStatus.COMPLETED,
     "length": SampleStatus.TRUNCATED,

@@ -95,7 +95,7 @@ class EngineSpec:
 
 
 def merge_engine_args(defaults: VllmDefaults, user: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Any]:
-    """Platform defaults under the user's section under what vime needs. A null of the user removes a default.
+    """Platform defaults under the user's section under `needed` (of the plan). A null of the user removes a default.
 
     Raises ConfigError for a key that vime owns, naming the vime key to use; several are reported together.
     """
@@ -106,7 +106,10 @@ def merge_engine_args(defaults: VllmDefaults, user: Mapping[str, Any], needed: M
 
 
 def engine_command(spec: EngineSpec, port: int) -> list[str]:
-    """The command line of a server on `port`. Raises ConfigError for an argument that has a field of its own."""
+    """The command line of a server on `port`, `ENGINE_NEEDS` included.
+
+    Raises ConfigError for an argument that has a field of its own in the spec.
+    """
     _refuse(spec.args, OWNED_KEYS)
     parallel = spec.parallel
     own: dict[str, Any] = {
@@ -122,7 +125,7 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
         "max_model_len": spec.max_model_len,
     }
     command = [sys.executable, "-m", spec.launch]
-    for key, value in {**own, **spec.args}.items():
+    for key, value in {**own, **spec.args, **ENGINE_NEEDS}.items():
         command += flag(key, value)
     return command
 
@@ -211,7 +214,7 @@ class EngineServer:
         """Wait until the server is healthy and is this run's own.
 
         Raises EngineError with the cause from the log when the process died, or when another server answers on the
-        port; DeadlineError naming the engine when it does not answer in time.
+        port; DeadlineError naming the engine when it does not answer in time. The server is stopped then.
         """
         deadline = time.monotonic() + timeout_s
         timeout = aiohttp.ClientTimeout(total=min(5.0, timeout_s))
@@ -221,10 +224,13 @@ class EngineServer:
                     await self._poll(session, deadline, timeout_s)
                     return
                 except _PortTaken as error:
+                    await asyncio.to_thread(self.stop)
                     if attempt == _PORT_TRIES or self._fixed_port:
                         raise EngineError(error.what, where=error.where, fix=error.fix) from None
-                    await asyncio.to_thread(self.stop)
                     self.start()
+                except VimeError:
+                    await asyncio.to_thread(self.stop)
+                    raise
 
     async def healthy(self, timeout_s: float = 5.0) -> bool:
         """One health check, for supervision."""
@@ -260,8 +266,6 @@ class EngineServer:
             await asyncio.sleep(_POLL_S)
 
     async def _check_identity(self, session: aiohttp.ClientSession) -> None:
-        if GATE not in self.spec.args.get("middleware", ()):
-            return
         try:
             await check_identity(session, self.url, self.spec.run_token)
         except EngineError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -46,6 +47,8 @@ ROUTER_DEFAULTS: Mapping[str, Any] = {
 """Below the user's section. The router's own defaults notice a dead engine after three minutes."""
 
 _POLL_S = 0.05
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TELLING = re.compile(r"error: |Error|ERROR|Exception: ")
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ class RouterServer:
     async def _call(
         self, method: str, path: str, *, json: Mapping[str, Any] | None = None, timeout_s: float = 10.0
     ) -> dict[str, Any]:
+        call = f"{method} {path}{' ' + str(json['url']) if json else ''}"
         headers = {"Authorization": f"Bearer {self.spec.api_key}"} if self.spec.api_key else None
         try:
             async with (
@@ -201,15 +205,13 @@ class RouterServer:
             ):
                 payload = await response.read()
                 if response.status >= 400:
-                    raise EngineError(
-                        f"{method} {path} answered {response.status}: {error_text(payload)}", where=self.spec.name
-                    )
+                    raise EngineError(f"{call} answered {response.status}: {error_text(payload)}", where=self.spec.name)
                 return await response.json(content_type=None) if payload else {}
         except TimeoutError as error:
-            raise DeadlineError(f"{method} {path} got no answer within {timeout_s:g} s", where=self.spec.name) from error
+            raise DeadlineError(f"{call} got no answer within {timeout_s:g} s", where=self.spec.name) from error
         except aiohttp.ClientError as error:
             state = self._child.exit_text() if self._child is not None else "not started"
-            raise EngineError(f"{method} {path} failed ({state}): {error}", where=self.spec.name) from error
+            raise EngineError(f"{call} failed ({state}): {error}", where=self.spec.name) from error
 
     def _require_child(self) -> Child:
         if self._child is None:
@@ -219,9 +221,9 @@ class RouterServer:
 
 def router_cause(log: str) -> str:
     """The line of the router's log that says why it ended."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    telling = [line for line in lines if "rror" in line and not line.startswith(("Traceback", "File "))]
-    return (telling or lines or ["nothing in its log explains it"])[0 if telling else -1]
+    lines = [line.strip() for line in _COLOUR.sub("", log).splitlines() if line.strip()]
+    telling = next((line for line in lines if _TELLING.search(line)), None)
+    return telling or (lines[-1] if lines else "nothing in its log explains it")
 
 
 def _session(timeout_s: float) -> aiohttp.ClientSession:

@@ -13,7 +13,7 @@ from vime.weights.gate import App, Message, Receive, Scope, Send
 
 @dataclass
 class EngineApp:
-    """Answers 200 to everything and records it.
+    """Answers 200 to everything, with `answers[path]` where it has one, and records the calls.
 
     `fail[path]` makes a route answer 500 with that message. `hold` keeps generations running until it is set; a client
     that leaves ends its own.
@@ -21,6 +21,7 @@ class EngineApp:
 
     calls: list[tuple[str, Any]] = field(default_factory=list)
     fail: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=dict)
     hold: asyncio.Event | None = None
     generating: int = 0
     cancelled: int = 0
@@ -36,7 +37,7 @@ class EngineApp:
         else:
             if path == "/abort_requests" and self.hold is not None:
                 self.hold.set()
-            await _reply(send, 200, {})
+            await _reply(send, 200, self.answers.get(path, {}))
 
     async def _generate(self, receive: Receive, send: Send) -> None:
         self.generating += 1

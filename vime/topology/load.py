@@ -22,7 +22,6 @@ from vime.yamltree import (
     Scalar,
     Value,
     Where,
-    as_text,
     did_you_mean,
     find,
     from_value,
@@ -123,18 +122,20 @@ def _validate(tree: Entries) -> Topology:
     if schema is not None and plain(schema) != SCHEMA:
         what = f"E101 schema: {plain(schema)!r} is not known; this vime reads {SCHEMA}"
         raise TopologyError(what, where=str(tree.keys.get("schema", tree.where)), fix=f"write `schema: {SCHEMA}`")
-    values = plain(tree)
-    environment = get(tree, ("env",))
-    if isinstance(environment, Entries):
-        values["env"] = as_text(environment)
     try:
-        return Topology.model_validate(values)
+        return Topology.model_validate(plain(with_text_environment(tree, ("env",))))
     except ValidationError as invalid:
         errors: list[VimeError] = []
         for finding in describe_validation(invalid, tree, _suggest):
             rule = "E102" if finding.what.startswith("unknown key") else "E103"
             errors.append(TopologyError(f"{rule} {finding.what}", where=finding.where, fix=finding.fix))
         raise (errors[0] if len(errors) == 1 else Errors(errors)) from None
+
+
+def with_text_environment(tree: Node, path: tuple[str, ...]) -> Node:
+    """Environment variables are text, whatever they look like: `A: 010` and `A: on` need no quotes."""
+    environment = get(tree, path)
+    return tree if environment is None else replace_at(tree, path, quoted(environment))
 
 
 def _suggest(parents: tuple[str | int, ...], key: str) -> tuple[list[str], list[str]]:

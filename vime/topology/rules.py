@@ -352,7 +352,7 @@ def _check_role_model(role: ResolvedRole, model: ModelShape, tree: Node) -> Iter
     splits = [("tp", axes.tp, "attention heads", model.heads)]
     if axes.tp <= model.kv_heads:
         splits.append(("tp", axes.tp, "key-value heads", model.kv_heads))
-    elif axes.tp % model.kv_heads:
+    elif axes.tp % model.kv_heads and model.heads % axes.tp == 0:
         yield _not_split(role, "tp", f"tp {axes.tp} is not a multiple of {model.kv_heads} key-value heads", model.heads, tree)
     if model.ffn and not model.experts:
         splits.append(("tp", axes.tp, "feed-forward width", model.ffn))

@@ -16,7 +16,8 @@ class TrainerSetup:
     """One rank of a training role.
 
     `rank` and `world` count all ranks of the role, `local_rank` those of its node. `num_steps` is the length of the run
-    in steps, for the learning-rate schedule. `temperature` is the sampler's; logits are divided by it. With
+    in steps, for the learning-rate schedule. `temperature` is the sampler's; logits are divided by it, except for
+    supervised rows, which no sampler drew. With
     `from_scratch_seed` the weights are drawn instead of read: `model_path` then needs no safetensors.
     """
 

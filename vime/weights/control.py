@@ -99,21 +99,12 @@ class EngineControl:
 
     async def init(self, init_info: Mapping[str, Any]) -> None:
         """Build the engine's transport half; the names are checked against its model. Raises WeightSyncError."""
-        await self._call("POST", "/init_weight_transfer_engine", {"init_info": dict(init_info)})
+        await self._call("POST", "/vime/init", dict(init_info))
 
     async def update(self, update_info: Mapping[str, Any], *, version: str) -> Mapping[str, float]:
-        """Start, update and finish in one call; seconds by phase. After a failure the engine can take a new update."""
+        """A whole update; seconds by phase. After a failure the engine can take a new one. Raises WeightSyncError."""
         answer = await self._call("POST", "/vime/update", {"update_info": dict(update_info), "version": version})
         return answer["seconds"]
-
-    async def start(self) -> None:
-        await self._call("POST", "/start_weight_update")
-
-    async def receive(self, update_info: Mapping[str, Any]) -> None:
-        await self._call("POST", "/update_weights", {"update_info": dict(update_info)})
-
-    async def finish(self, version: str) -> None:
-        await self._call("POST", "/finish_weight_update", {"weight_version": version})
 
     async def probe(self, sequences: Sequence[Sequence[int]]) -> LogProbs:
         """Log-prob of each token after the first at temperature 1. Passes the gate; the engine must not be paused."""
@@ -172,7 +163,7 @@ class EngineControl:
 
     def _error(self, path: str, status: int, text: str) -> EngineError | WeightSyncError:
         what = f"{self.name}: {path} answered {status}: {_message(text)}"
-        if "weight" in path or path == "/vime/update":
+        if path in ("/vime/init", "/vime/update"):
             return WeightSyncError(what, where=self.url, fix="publish again; the engine stays paused until an update succeeds")
         return EngineError(what, where=self.url, fix="read the engine's log")
 

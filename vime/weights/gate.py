@@ -4,7 +4,8 @@ It is shut at start and during updates. Generation requests that arrive while it
 as long as their client does; only the probe, which carries the run token, passes. So nothing new reaches the engine after
 the gate has shut, and an engine that has drained stays idle until the gate opens.
 
-It also runs the steps of an update inside the server, which saves a round trip each. It needs one API process per engine.
+It also runs the steps of an update inside the server, which saves a round trip each, and reads each worker's outcome: see
+`vime.weights.vllm_ext.vime_weights`. It needs one API process per engine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
@@ -47,6 +47,7 @@ class Gate:
             ("POST", "/vime/gate/shut"): self._shut,
             ("POST", "/vime/gate/open"): self._open_gate,
             ("POST", "/vime/resume"): self._resume,
+            ("POST", "/vime/init"): self._init,
             ("POST", "/vime/update"): self._update,
         }
 
@@ -148,43 +149,34 @@ class Gate:
         self._open.set()
         return 200, self._identity()
 
+    async def _init(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Body: the init info. Every worker checks the manifest against its model and connects its half."""
+        await self._on_workers(scope, "init", json.loads(body))
+        return 200, self._identity()
+
     async def _update(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Body `{"update_info": {}, "version": str}`: start, update and finish. After a failure finish has run too."""
+        """Body `{"update_info": {}, "version": str}`: start, receive and finish in every worker, then the new version."""
         request = json.loads(body)
         self._open.clear()
         if self._running:
             return 409, _error(f"{self._running} requests are running; shut the gate with ?pause= first")
         async with self._updating:
-            return 200, {"seconds": await self._one_update(scope, request)}
+            seconds = await self._on_workers(scope, "update", request["update_info"])
+            await self._inner(scope, "/update_weight_version", {"new_version": request["version"]})
+        return 200, {"seconds": seconds}
 
-    async def _one_update(self, scope: Scope, request: dict[str, Any]) -> dict[str, float]:
-        clock = _Clock()
-        try:
-            await self._inner(scope, "/start_weight_update")
-        except InnerError as error:
-            if "already active" not in error.message:
-                raise
-            await self._inner(scope, "/finish_weight_update", {})
-            await self._inner(scope, "/start_weight_update")
-        clock.mark("start")
-        try:
-            await self._inner(scope, "/update_weights", {"update_info": request["update_info"]})
-            clock.mark("update")
-        except BaseException:
-            await self._finish_after_failure(scope)
-            raise
-        await self._inner(scope, "/finish_weight_update", {"weight_version": request["version"]})
-        clock.mark("finish")
-        return clock.seconds
+    async def _on_workers(self, scope: Scope, step: str, payload: dict[str, Any]) -> dict[str, float]:
+        """Run a step of `vime.weights.vllm_ext` in all workers; the slowest one's seconds by phase."""
+        call = {"method": "vime_weights", "kwargs": {"step": step, "payload": payload}}
+        results = (await self._inner(scope, "/collective_rpc", call))["results"]
+        failed = [(rank, result["error"]) for rank, result in enumerate(results) if "error" in result]
+        if failed:
+            rank, message = failed[0]
+            raise InnerError(step, 500, f"worker {rank}: {message}" if len(results) > 1 else message)
+        phases = results[0]["seconds"]
+        return {phase: max(result["seconds"][phase] for result in results) for phase in phases}
 
-    async def _finish_after_failure(self, scope: Scope) -> None:
-        """vLLM ends the session when an update fails; this ends one that it did not, and its refusal means nothing."""
-        try:
-            await self._inner(scope, "/finish_weight_update", {})
-        except InnerError:
-            return
-
-    async def _inner(self, scope: Scope, path: str, body: Any = None, query: bytes = b"") -> None:
+    async def _inner(self, scope: Scope, path: str, body: Any = None, query: bytes = b"") -> Any:
         """Call a route of the wrapped app. Raises InnerError unless it answers 2xx."""
         try:
             status, content = await _call(self.app, scope, path, b"" if body is None else json.dumps(body).encode(), query)
@@ -192,6 +184,7 @@ class Gate:
             raise InnerError(path, 500, f"{type(error).__name__}: {error}"[:2000]) from error
         if not 200 <= status < 300:
             raise InnerError(path, status, _message_of(content))
+        return json.loads(content) if content else None
 
 
 class InnerError(Exception):
@@ -241,16 +234,6 @@ class _Waiting:
             self._pending = None
             return message
         return await self._receive()
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def mark(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase], self._last = now - self._last, now
 
 
 async def _pause_idle(scope: Scope) -> bool:

@@ -72,7 +72,8 @@ def plan_load(
 ) -> LoadPlan:
     """Run `load_weights` on storage-less tensors of the manifest.
 
-    `twins` maps `id(parameter)` to its storage-less twin in checkpoint format; other parameters are their own model.
+    `twins` maps `id(parameter)` to its storage-less twin in checkpoint format, loader included: kernels may have replaced
+    the live one by an empty tensor. Other parameters are their own model.
     Raises WeightSyncError naming the tensors that are unknown or have a wrong shape.
     """
     recorder = _Recorder(model, twins)
@@ -116,7 +117,8 @@ class _Recorder:
         try:
             for name, param in self._params.items():
                 vars_of: Any = param
-                vars_of.weight_loader = self._recording(name, originals[name] or _plain_copy)
+                twins_own = getattr(self._twins[id(param)], "weight_loader", None)
+                vars_of.weight_loader = self._recording(name, twins_own or originals[name] or _plain_copy)
             yield
         finally:
             for name, param in self._params.items():

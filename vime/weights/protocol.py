@@ -178,18 +178,19 @@ class Publisher:
             self._published = None
             staged, _ = await _all([self._link.stage(str(version), fingerprint), self._hold()])
             clock.mark("hold")
+            engines = self.engines
             work = [self._link.stream()] if self._link.streams else []
             try:
-                updates = await _all([*(self._update(e, staged, version) for e in self.engines), *work])
+                updates = await _all([*(self._update(e, staged, version) for e in engines), *work])
             except VimeError:
                 if self._link.streams:
                     self._joined.clear()
                 raise
             clock.mark("update")
             published = _Published(version, staged, reference)
-            results = await self._serve(self.engines, published, clock)
+            results = await self._serve(engines, published, clock)
             self._published = published
-            seconds = dict(zip(self._engines, updates, strict=False))
+            seconds = {e.name: update for e, update in zip(engines, updates, strict=False)}
             return SyncReport(version, clock.seconds, self._nbytes, results, seconds)
 
     async def admit(self, engine: EngineControl, *, probe: bool = True) -> None:

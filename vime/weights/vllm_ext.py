@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +43,54 @@ def register() -> None:
     """vLLM's plugin hook; may be called any number of times and in every process of a server."""
     if os.environ.get("VIME_ENGINE") != "1":
         return
+    from vllm.v1.worker.worker_base import WorkerBase
+
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "vime.weights.vllm_ext", "VimeWeightTransferEngine")
+    worker_class: Any = WorkerBase
+    worker_class.vime_weights = vime_weights
+
+
+def vime_weights(worker: Any, step: str, payload: dict[str, Any]) -> dict[str, Any]:
+    """A worker method for collective calls: `init` or a whole `update`. Answers `{"seconds": {}}` or `{"error": text}`.
+
+    Errors are values, because vLLM's multiprocess executor stops reading at the first worker that raises and takes what
+    the others still answer for the results of the next call. Only the first data-parallel replica's values come back, so
+    the others have to raise.
+    """
+    try:
+        return {"seconds": _STEPS[step](worker, payload)}
+    except Exception as error:
+        if worker.parallel_config.data_parallel_index:
+            raise
+        _log().exception("weight %s failed", step)
+        return {"error": str(error) if isinstance(error, VimeError) else f"{type(error).__name__}: {error}"[:600]}
+
+
+def _init_step(worker: Any, payload: dict[str, Any]) -> dict[str, float]:
+    began = time.perf_counter()
+    worker.init_weight_transfer_engine(payload)
+    return {"init": time.perf_counter() - began}
+
+
+def _update_step(worker: Any, payload: dict[str, Any]) -> dict[str, float]:
+    times = [time.perf_counter()]
+    try:
+        worker.start_weight_update()
+    except RuntimeError as error:
+        if "already active" not in str(error):
+            raise
+        worker.finish_weight_update()
+        worker.start_weight_update()
+    times.append(time.perf_counter())
+    worker.update_weights(payload)
+    times.append(time.perf_counter())
+    worker.finish_weight_update()
+    times.append(time.perf_counter())
+    return {phase: times[i + 1] - times[i] for i, phase in enumerate(("start", "update", "finish"))}
+
+
+_STEPS: dict[str, Callable[[Any, dict[str, Any]], dict[str, float]]] = {"init": _init_step, "update": _update_step}
 
 
 def register_half(protocol: str, half: Factory) -> None:
@@ -140,8 +187,12 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._half is not None
         assert self._accepted is not None
         received: set[str] = set()
-        tensors = self._verified(self._half.receive(update_info.staged), update_info.staged.get("digests"), received)
-        _load(self.model, tensors)
+        arriving = self._half.receive(update_info.staged)
+        try:
+            _load(self.model, self._verified(arriving, update_info.staged.get("digests"), received))
+        finally:
+            if isinstance(arriving, Generator):
+                arriving.close()
         if missing := [t.name for t in self._accepted.tensors if t.name not in received]:
             raise WeightSyncError(f"{len(missing)} tensors did not arrive: {short_list(missing)}", fix="publish again")
 

@@ -76,7 +76,7 @@ def test_made_rows_are_read_and_graded(tmp_path: Path) -> None:
 
 
 def test_metadata_that_json_would_change_keeps_its_python_form(tmp_path: Path) -> None:
-    make_prompt_files("reasoning_gym:arc_agi", tmp_path, num_draws=2, seed=0, split=[Part("train", None)])
+    make_prompt_files("reasoning_gym:rearc", tmp_path, num_draws=2, seed=0, split=[Part("train", None)])
     for row in rows(tmp_path / "train.jsonl"):
         assert list(row["metadata"]) == ["python_literal"]
         assert grade(GradeJob(row["label"], row["label"], row["task"], row["metadata"])).reward == 1.0

@@ -105,9 +105,10 @@ def test_order_survives_batches_of_encoding(tmp_path: Path) -> None:
 
 
 def test_limit_keeps_the_first_usable_rows(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", "junk", *({"prompt": f"q{i}", "label": "1"} for i in range(9)))
-    table = read_prompts(section(path, on_bad_row="skip"), TOKENIZER, limit=4)
-    assert [p.text for p in table] == ["q0", "q1", "q2", "q3"]
+    path = write(tmp_path / "rows.jsonl", "junk", *({"prompt": f"q{i}" * (1 + i % 2), "label": "1"} for i in range(9)), "junk")
+    table = read_prompts(section(path, on_bad_row="skip", max_prompt_tokens=3), TOKENIZER, limit=4)
+    assert [p.text for p in table] == ["q0", "q2", "q4", "q6"]
+    assert table.num_skipped == 1
 
 
 def test_task_and_metadata_are_carried(tmp_path: Path) -> None:

@@ -127,45 +127,40 @@ async def test_abort_ends_running_requests(gate, app):
     assert app.paths == ["/inference/v1/generate", "/pause", "/abort_requests"]
 
 
-async def test_an_update_runs_start_update_finish_in_one_call(gate, app):
-    status, answer = await post(gate, "/vime/update", {"update_info": {"staged": {"version": "0.3"}}, "version": "0.3"})
-    assert status == 200
-    assert list(answer["seconds"]) == ["start", "update", "finish"]
+UPDATE = {"update_info": {"staged": {"version": "0.3"}}, "version": "0.3"}
+
+
+async def test_an_update_runs_in_all_workers_and_reports_the_slowest(gate, app):
+    app.answers["/collective_rpc"] = {
+        "results": [{"seconds": {"start": 0.1, "update": 0.4}}, {"seconds": {"start": 0.2, "update": 0.3}}]
+    }
+    assert await post(gate, "/vime/update", UPDATE) == (200, {"seconds": {"start": 0.2, "update": 0.4}})
+    payload = {"staged": {"version": "0.3"}}
     assert app.calls == [
-        ("/start_weight_update", ""),
-        ("/update_weights", {"update_info": {"staged": {"version": "0.3"}}}),
-        ("/finish_weight_update", {"weight_version": "0.3"}),
+        ("/collective_rpc", {"method": "vime_weights", "kwargs": {"step": "update", "payload": payload}}),
+        ("/update_weight_version", {"new_version": "0.3"}),
     ]
 
 
-async def test_a_failed_update_is_finished_shut_and_explained(gate, app):
+async def test_a_failed_update_names_the_worker_and_leaves_gate_and_version_alone(gate, app):
+    await post(gate, "/vime/gate/open", {"version": "0.2"})
+    app.answers["/collective_rpc"] = {"results": [{"seconds": {"update": 0.1}}, {"error": "tensor b was altered"}]}
+    status, answer = await post(gate, "/vime/update", UPDATE)
+    assert (status, answer["error"]["message"]) == (500, "update: worker 1: tensor b was altered")
+    assert app.paths == ["/collective_rpc"]
+    identity = (await Call(gate, "GET", "/vime/identity").result())[1]
+    assert (identity["gate"], identity["version"]) == ("shut", "0.2")
+
+
+async def test_initialising_does_not_shut_the_gate_and_reports_a_single_workers_error(gate, app):
     await post(gate, "/vime/gate/open")
-    app.fail["/update_weights"] = "tensor b was altered"
-    status, answer = await post(gate, "/vime/update", {"update_info": {}, "version": "0.3"})
-    assert status == 500
-    assert answer["error"]["message"] == "/update_weights: tensor b was altered"
-    assert app.paths[-1] == "/finish_weight_update"
-    assert (await Call(gate, "GET", "/vime/identity").result())[1]["gate"] == "shut"
-    app.fail.clear()
-    assert (await post(gate, "/vime/update", {"update_info": {}, "version": "0.4"}))[0] == 200
-
-
-async def test_a_session_left_open_is_ended_before_the_next_update(gate, app):
-    async def busy_once(scope, receive, send):
-        if scope["path"] == "/finish_weight_update":
-            app.fail.clear()
-        await app(scope, receive, send)
-
-    gate.app = busy_once
-    app.fail["/start_weight_update"] = "start_weight_update called while a weight update is already active"
-    assert (await post(gate, "/vime/update", {"update_info": {}, "version": "0.1"}))[0] == 200
-    assert app.paths == [
-        "/start_weight_update",
-        "/finish_weight_update",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
+    app.answers["/collective_rpc"] = {"results": [{"error": "unknown tensors"}]}
+    status, answer = await post(gate, "/vime/init", {"protocol": "host_shm"})
+    assert (status, answer["error"]["message"]) == (500, "init: unknown tensors")
+    assert app.calls == [
+        ("/collective_rpc", {"method": "vime_weights", "kwargs": {"step": "init", "payload": {"protocol": "host_shm"}}})
     ]
+    assert (await Call(gate, "GET", "/vime/identity").result())[1]["gate"] == "open"
 
 
 async def test_an_update_is_refused_while_requests_run(gate, app):

@@ -11,6 +11,7 @@ import torch
 from vime.errors import DeadlineError, WeightSyncError
 from vime.weights.fingerprint import digest
 from vime.weights.manifest import build_manifest
+from vime.weights.transports.base import TransferContext
 from vime.weights.transports.collective import CollectiveEngine, CollectiveTrainer
 from vime.weights.transports.disk import DiskEngine, DiskTrainer
 from vime.weights.transports.host_shm import HostShmEngine, HostShmTrainer, sweep_segments
@@ -19,7 +20,9 @@ from vime.weights.transports.host_shm import HostShmEngine, HostShmTrainer, swee
 def make_weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     names = [f"layers.{i}.{part}.weight" for i in range(3) for part in ("q_proj", "k_proj", "v_proj", "o_proj", "norm")]
-    return {name: torch.randn(7, 5, generator=generator) for name in names} | {"head": torch.randn(3).bfloat16()}
+    return {name: torch.randn(7, 5, generator=generator) for name in names} | {
+        "head": torch.randn(3, generator=generator).bfloat16()
+    }
 
 
 def manifest_of(weights):
@@ -60,10 +63,8 @@ def test_shared_memory_always_holds_the_last_published_weights(shm):
 
 def test_several_ranks_write_parts_of_one_segment(shm, tmp_path):
     first, weights = shm
-    second = HostShmTrainer(run_id="unit", manifest=manifest_of(weights), rank=1, directory=tmp_path)
-    with pytest.raises(WeightSyncError, match="not attached"):
-        second.stage([], version="0.1", fingerprint=False)
-    second.attach(first.init_info(1))
+    context = TransferContext("unit", manifest_of(weights), 1, "127.0.0.1", tmp_path, 0, 1.0, lead=first.init_info(0))
+    second = HostShmTrainer.from_context(context)
     items = list(weights.items())
     counts = [
         first.stage(items[:4], version="0.1", fingerprint=False)["tensors"],
@@ -77,6 +78,8 @@ def test_several_ranks_write_parts_of_one_segment(shm, tmp_path):
     assert first.path.exists()
     first.close()
     assert not first.path.exists()
+    with pytest.raises(WeightSyncError, match="is closed"):
+        first.stage([], version="0.1", fingerprint=False)
 
 
 def test_what_does_not_fit_the_manifest_is_named(shm):
@@ -149,8 +152,8 @@ def test_a_torn_file_on_disk_names_the_tensor(tmp_path):
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
 def test_a_broadcast_reaches_every_worker_in_buckets(bucket_bytes):
     weights = make_weights(0)
-    half = CollectiveTrainer(run_id="unit", manifest=manifest_of(weights), bucket_bytes=bucket_bytes, timeout_s=20)
-    silent = CollectiveTrainer(run_id="unit", manifest=manifest_of(weights), rank=1)
+    half = CollectiveTrainer(manifest=manifest_of(weights), bucket_bytes=bucket_bytes, timeout_s=20)
+    silent = CollectiveTrainer(manifest=manifest_of(weights), rank=1)
     offer = half.init_info(2)
     results: dict[int, list] = {0: [], 1: []}
 
@@ -178,8 +181,33 @@ def test_a_broadcast_reaches_every_worker_in_buckets(bucket_bytes):
     half.close()
 
 
+def test_a_worker_that_gives_up_does_not_hold_the_trainer_and_the_next_update_arrives():
+    weights = make_weights(0)
+    half = CollectiveTrainer(manifest=manifest_of(weights), bucket_bytes=200, timeout_s=20)
+    offer = half.init_info(1)
+    received = []
+
+    def work() -> None:
+        engine = CollectiveEngine()
+        engine.connect(engine_info(offer))
+        stream = engine.receive({})
+        next(stream)
+        stream.close()
+        received.append(dict(engine.receive({})))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    half.connect()
+    for seed in (1, 2):
+        half.stage(make_weights(seed).items(), version="0.1", fingerprint=False)
+        half.stream(())
+    thread.join(20)
+    assert_same(received[0].items(), make_weights(2))
+    half.close()
+
+
 def test_workers_that_do_not_come_are_named_at_the_deadline():
-    half = CollectiveTrainer(run_id="unit", manifest=manifest_of({"a": torch.zeros(1)}), timeout_s=0.3)
+    half = CollectiveTrainer(manifest=manifest_of({"a": torch.zeros(1)}), timeout_s=0.3)
     half.init_info(2)
     with pytest.raises(DeadlineError, match=r"ranks \[1, 2\] of 1\.\.2 did not connect within 0\.3 s"):
         half.connect()

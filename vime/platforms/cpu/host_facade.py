@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -343,9 +344,16 @@ def _wrap_tensor_methods() -> None:
     tensor_type.type, tensor_type.cuda = type_name, move
 
 
+def _quiet() -> None:
+    """A host lacks the fused packages on purpose; what megatron-core says about that repeats in every rank and step."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+_tensor` is deprecated")
+
+
 @functools.cache
 def install() -> None:
     """Adapt megatron-core, now and whatever of it is imported later. Repeating it does nothing."""
+    _quiet()
     sys.meta_path.insert(0, _Finder())
     for name, module in list(sys.modules.items()):
         if _is_ours(name) and isinstance(module, types.ModuleType):

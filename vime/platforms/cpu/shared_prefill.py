@@ -1,10 +1,11 @@
 """Computes the prompt of sibling requests once per step. Runs inside vLLM's engine core on a host.
 
 The siblings of a group enter the engine together with the same prompt, and vLLM's prefix cache shares whole blocks only
-(32 tokens or more on a host), so a short prompt is computed once for every sibling. All layers but attention treat rows
-alike, and without a cached prefix equal rows give equal attention too: the model therefore runs on one row of each set
-of equal rows, and the rows are spread out again where attention writes every request's own cache, and at the end. Bits do
-not change, because a row's result does not depend on the other rows of its batch (see `vllm_plugin.keep_linear_weights`).
+(32 tokens or more on a host), so a short prompt, or the rest of a long one, is computed once for every sibling. Where
+requests of a step continue the same cached blocks with the same tokens, all their rows are equal in every layer: the model
+therefore runs on one row of each set, and rows are spread out again where attention writes every request's own cache, and
+at the end. Bits do not change, because a row's result does not depend on the other rows of its batch (see
+`vllm_plugin.keep_linear_weights`).
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ class SharedRows:
 _active: SharedRows | None = None
 
 
-def share_rows(token_ids: Any, positions: Any, starts: Any) -> tuple[list[int], list[int]] | None:
-    """Find requests of one step that start at position 0 with the same tokens.
+def share_rows(token_ids: Any, positions: Any, starts: Any, blocks: Any, block_size: int) -> tuple[list[int], list[int]] | None:
+    """Find requests of one step that continue the same cached blocks (or nothing) with the same tokens.
 
     Args:
         token_ids: [num_tokens] numpy array, the step's requests one after another.
         positions: [num_tokens] numpy array.
         starts: [num_requests + 1] numpy array of the requests' first rows.
+        blocks: [num_requests, max_blocks] numpy array: the cache blocks of each request.
+        block_size: tokens in a block.
 
     Returns:
         (keep, spread) as described in `SharedRows`, or None when fewer than `MIN_SAVED_ROWS` rows would be saved.
     """
     keep: list[int] = []
     spread: list[int] = []
-    first: dict[bytes, int] = {}
-    bounds = starts.tolist()
-    for start, end in itertools.pairwise(bounds):
-        length = end - start
-        known = None
-        if length > 1 and positions[start] == 0:
-            key = token_ids[start:end].tobytes()
-            known = first.setdefault(key, len(keep))
-        if known is None or known == len(keep):
-            known = len(keep)
+    first: dict[tuple[bytes, bytes], int] = {}
+    bounds, computed = starts.tolist(), positions[starts[:-1]].tolist()
+    for request, (start, end) in enumerate(itertools.pairwise(bounds)):
+        known = len(keep)
+        if computed[request] % block_size == 0:
+            context = blocks[request, : computed[request] // block_size].tobytes()
+            known = first.setdefault((context, token_ids[start:end].tobytes()), known)
+        if known == len(keep):
             keep.extend(range(start, end))
-        spread.extend(range(known, known + length))
+        spread.extend(range(known, known + end - start))
     return (keep, spread) if len(spread) - len(keep) >= MIN_SAVED_ROWS else None
 
 
@@ -71,7 +72,10 @@ def make_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         starts = self.query_start_loc.np[: self.input_batch.num_reqs + 1]
         if starts[-1] != token_ids.shape[0]:
             return original(self, **named)
-        rows = share_rows(token_ids.numpy(), positions.numpy(), starts)
+        table = self.input_batch.block_table[0]
+        rows = share_rows(
+            token_ids.numpy(), positions.numpy(), starts, table.get_numpy_array(), self.vllm_config.cache_config.block_size
+        )
         if rows is None:
             return original(self, **named)
         shared = SharedRows(torch.tensor(rows[0]), torch.tensor(rows[1]))
@@ -116,6 +120,7 @@ def _suitable(runner: Any, token_ids: Any, positions: Any, named: dict[str, Any]
         and config.parallel_config.pipeline_parallel_size == 1
         and not config.aux_output_config.enable_return_routed_experts
         and not runner.model_config.is_encoder_decoder
+        and len(runner.input_batch.block_table.block_tables) == 1
         and _attention_only(runner)
     )
 

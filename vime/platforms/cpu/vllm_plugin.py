@@ -33,6 +33,7 @@ def register() -> None:
         return
     from vllm.platforms import current_platform
 
+    check_platform(type(current_platform))
     if not current_platform.is_cpu():
         return
     die_with_parent()
@@ -42,6 +43,14 @@ def register() -> None:
     roll_back_discarded_samples()
     if os.environ.get("VIME_CPU_SHARED_PREFILL", "1") == "1":
         share_prefill()
+
+
+def check_platform(resolved: type) -> None:
+    """Refuse to run where vLLM resolved another platform than `VIME_EXPECTED_PLATFORM` (it swallows plugins' errors)."""
+    expected = os.environ.get("VIME_EXPECTED_PLATFORM")
+    found = f"{resolved.__module__}.{resolved.__qualname__}"
+    if expected and not any(f"{c.__module__}.{c.__qualname__}" == expected for c in resolved.__mro__):
+        raise RuntimeError(f"vime expects vLLM's platform {expected}, vLLM resolved {found}")
 
 
 def die_with_parent() -> None:
@@ -95,7 +104,10 @@ def keep_linear_weights() -> None:
     tied weights and bounds the cache.
     """
     if os.environ.get("VIME_CPU_ONEDNN") == "1":
-        _patch("vllm.model_executor.model_loader.reload", "finalize_layerwise_reload", _then_after_update)
+        from vime.weights.vllm_ext import post_update_hooks
+
+        if after_update not in post_update_hooks:
+            post_update_hooks.append(after_update)
         return
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,16 +142,6 @@ def after_update(model: Any, model_config: Any) -> None:
     layers = importlib.import_module("vllm.model_executor.layers.utils")
     if tied and head is not None and hasattr(layers, "dispatch_cpu_unquantized_gemm"):
         layers.dispatch_cpu_unquantized_gemm(head, remove_weight=False)
-
-
-def _then_after_update(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def finalize_layerwise_reload(model: Any, model_config: Any, *rest: Any, **named: Any) -> Any:
-        result = original(model, model_config, *rest, **named)
-        after_update(model, model_config)
-        return result
-
-    return finalize_layerwise_reload
 
 
 def repack_experts_on_reload() -> None:

@@ -29,7 +29,10 @@ def use_fused_adam(factory: Factory | None) -> None:
 
 
 def build_optimizer(section: OptimizerSection, *, model: Model, wrapped: Any) -> Any:
-    """megatron-core's distributed optimizer over the wrapped model."""
+    """megatron-core's distributed optimizer over the wrapped model.
+
+    Its moments exist from the start, so that a checkpoint before the first update is whole and memory is known.
+    """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(
@@ -45,7 +48,11 @@ def build_optimizer(section: OptimizerSection, *, model: Model, wrapped: Any) ->
         params_dtype=model.config.params_dtype,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, [wrapped])
+    optimizer: Any = get_megatron_optimizer(config, [wrapped])
+    for part in optimizer.chained_optimizers:
+        if not getattr(part, "is_stub_optimizer", False):
+            part.init_state_fn(part.optimizer, part.config)
+    return optimizer
 
 
 def build_scheduler(section: OptimizerSection, *, optimizer: Any, num_steps: int, updates_per_step: int) -> Any:

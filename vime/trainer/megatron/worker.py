@@ -55,13 +55,17 @@ class MegatronWorker:
         self._runtime.set_device(setup.local_rank)
         self._device = _device(self._runtime, setup.local_rank)
         parallel.start_process_group(setup)
-        self._axes = parallel.start_model_parallel(setup)
-        parallel.seed_everything(setup.seed, self._runtime)
-        self._model = build_model(setup, axes=self._axes, family=family, hf_config=hf_config, device=self._device)
-        self._view = WeightsView(self._model, self._axes)
-        self._load_weights()
-        self._build_training()
-        self._register_memory()
+        try:
+            self._axes = parallel.start_model_parallel(setup)
+            parallel.seed_everything(setup.seed, self._runtime)
+            self._model = build_model(setup, axes=self._axes, family=family, hf_config=hf_config, device=self._device)
+            self._view = WeightsView(self._model, self._axes)
+            self._load_weights()
+            self._build_training()
+            self._register_memory()
+        except BaseException:
+            parallel.stop_process_group()
+            raise
 
     def _load_weights(self) -> None:
         """Read or draw the weights before the optimizer copies them."""
@@ -86,12 +90,13 @@ class MegatronWorker:
         self._model.config.finalize_model_grads_func = finalize_unscaled
         self._model.config.grad_scale_func = self._optimizer.scale_loss
         self._algorithm = algorithm_of(self._setup.algorithm)
+        self._temperature = self._setup.temperature if self._algorithm.needs_rollout_log_probs else 1.0
         self._passes = Passes(
             self._model,
             self._wrapped,
             axes=self._axes,
             algorithm=self._algorithm,
-            temperature=self._setup.temperature,
+            temperature=self._temperature,
             chunk_rows=section.log_prob_chunk_tokens,
         )
         self._progress = Progress()
@@ -130,7 +135,7 @@ class MegatronWorker:
     def _with_old_log_probs(self, jobs: Sequence[tuple[Pack, MicroBatch]]) -> list[tuple[Pack, MicroBatch]]:
         """Score every micro-batch with the weights from before the step's first update."""
         packs = [pack for pack, _ in jobs]
-        scores = self._passes.score(packs, temperature=self._setup.temperature)
+        scores = self._passes.score(packs, temperature=self._temperature)
         if not scores:
             return list(jobs)
         return [(pack, MicroBatch(m.targets, s.log_probs)) for (pack, m), s in zip(jobs, scores, strict=True)]

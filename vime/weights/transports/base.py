@@ -50,7 +50,6 @@ class TransferContext:
 class TrainerHalf(Protocol):
     """One per trainer rank that holds weights; rank 0 talks for all.
 
-    Built with the keywords `run_id`, `manifest` (of the whole model), `rank` and `timeout_s`, beside its own options.
     `stage` runs before the engines are told to receive, `stream` while they receive. A transport that needs only one of
     them makes the other a no-op.
     """
@@ -64,10 +63,6 @@ class TrainerHalf(Protocol):
 
     def init_info(self, receivers: int) -> Mapping[str, Any]:
         """JSON for the engines' half: how to reach this one. `receivers` engine workers will connect."""
-        ...
-
-    def attach(self, info: Mapping[str, Any]) -> None:
-        """On ranks other than 0, before the first `stage`: what rank 0's `init_info` returned."""
         ...
 
     def connect(self) -> None:

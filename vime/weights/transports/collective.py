@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from vime.errors import DeadlineError, WeightSyncError
 from vime.weights.buckets import Bucket, plan_buckets
 from vime.weights.manifest import manifest_from_json, manifest_to_json
-from vime.weights.transports.base import Manifest, NamedTensors
+from vime.weights.transports.base import Manifest, NamedTensors, TransferContext
 from vime.weights.transports.flat import FlatImage, view_of
 
 PROTOCOL = "collective"
@@ -35,7 +36,6 @@ class CollectiveTrainer:
     def __init__(
         self,
         *,
-        run_id: str,
         manifest: Manifest,
         rank: int = 0,
         timeout_s: float = 120.0,
@@ -64,8 +64,11 @@ class CollectiveTrainer:
         }
         return {"protocol": PROTOCOL, "manifest": manifest_to_json(self._manifest), "info": info}
 
-    def attach(self, info: Mapping[str, Any]) -> None:
-        """Other ranks take no part in the group."""
+    @classmethod
+    def from_context(cls, context: TransferContext, **options: Any) -> CollectiveTrainer:
+        c = context
+        keywords = {"host": c.host, "bucket_bytes": c.bucket_bytes or BUCKET_BYTES, "timeout_s": c.timeout_s, **options}
+        return cls(manifest=c.manifest, rank=c.rank, **keywords)
 
     def connect(self) -> None:
         """Wait for all workers, then build the group. Raises DeadlineError that lists the ranks that did not come."""
@@ -134,21 +137,33 @@ class CollectiveEngine:
             ) from None
 
     def receive(self, info: Mapping[str, Any]) -> NamedTensors:
-        """Yield bucket by bucket; the next one travels while the caller loads this one."""
+        """Yield bucket by bucket; the next one travels while the caller loads this one.
+
+        Closing the generator early takes the rest off the wire, so that the trainer's broadcast ends too.
+        """
         import torch
 
         if self._group is None or self._manifest is None:
             raise WeightSyncError("receive before connect", fix="initialise the engine's weight transfer first")
-        buckets = plan_buckets(self._manifest.tensors, self._bucket_bytes)
-        pending: tuple[Bucket, Any, Any] | None = None
-        for bucket in (*buckets, None):
-            following = None
-            if bucket is not None:
+        waiting = deque(plan_buckets(self._manifest.tensors, self._bucket_bytes))
+        travelling: deque[tuple[Bucket, Any, Any]] = deque()
+
+        def take_next() -> None:
+            if waiting:
+                bucket = waiting.popleft()
                 flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
-                following = (bucket, flat, _broadcast(self._group, flat))
-            if pending is not None:
-                yield from self._unpack(*pending)
-            pending = following
+                travelling.append((bucket, flat, _broadcast(self._group, flat)))
+
+        try:
+            take_next()
+            while travelling:
+                take_next()
+                yield from self._unpack(*travelling.popleft())
+        finally:
+            while waiting or travelling:
+                take_next()
+                bucket, _, work = travelling.popleft()
+                _finish(work, self._timeout_s, f"the bucket that starts with {bucket.tensors[0].name} did not arrive")
 
     def close(self) -> None:
         self._group = self._manifest = None

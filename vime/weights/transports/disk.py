@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from vime.errors import WeightSyncError
 from vime.weights.fingerprint import digest
 from vime.weights.manifest import manifest_from_json, manifest_to_json
-from vime.weights.transports.base import Manifest, NamedTensors
+from vime.weights.transports.base import Manifest, NamedTensors, TransferContext
 from vime.weights.transports.flat import check_spec
 
 PROTOCOL = "disk"
@@ -30,20 +29,21 @@ class DiskTrainer:
         *,
         run_id: str,
         manifest: Manifest,
+        directory: Path | str,
         rank: int = 0,
-        timeout_s: float = 120.0,
-        directory: Path | str | None = None,
     ) -> None:
         self._manifest = manifest
-        self._root = Path(directory or tempfile.gettempdir()) / f"vime-{run_id}-weights"
+        self._root = Path(directory) / f"vime-{run_id}-weights"
         self._rank = rank
         self._root.mkdir(parents=True, exist_ok=True)
 
     def init_info(self, receivers: int) -> Mapping[str, Any]:
         return {"protocol": PROTOCOL, "manifest": manifest_to_json(self._manifest), "info": {"root": str(self._root)}}
 
-    def attach(self, info: Mapping[str, Any]) -> None:
-        """Every rank writes its own file under the same directory."""
+    @classmethod
+    def from_context(cls, context: TransferContext, **options: Any) -> DiskTrainer:
+        keywords = {"directory": context.directory, **options}
+        return cls(run_id=context.run_id, manifest=context.manifest, rank=context.rank, **keywords)
 
     def connect(self) -> None:
         """The engines need no handshake: they read the directory."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from vime.errors import WeightSyncError
 from vime.weights.manifest import manifest_from_json, manifest_to_json
-from vime.weights.transports.base import Manifest, NamedTensors
+from vime.weights.transports.base import Manifest, NamedTensors, TransferContext
 from vime.weights.transports.flat import FlatImage, view_of
 
 PROTOCOL = "host_shm"
@@ -22,7 +22,7 @@ SUFFIX = "w"
 
 
 class HostShmTrainer:
-    """The trainer's half. Rank 0 creates the file; other ranks (pipeline stages) open it when they `attach`.
+    """The trainer's half. Rank 0 creates the file; other ranks (pipeline stages) open it by its path, `segment`.
 
     Writers fill disjoint parts of one manifest.
     """
@@ -34,26 +34,23 @@ class HostShmTrainer:
         *,
         run_id: str,
         manifest: Manifest,
-        rank: int = 0,
-        timeout_s: float = 120.0,
+        segment: str | None = None,
         directory: Path | str = DIRECTORY,
     ) -> None:
-        self._manifest = manifest
-        self._owner = rank == 0
-        self._path = Path(directory) / f"vime-{run_id}-{os.getpid()}-{SUFFIX}"
-        self._image: FlatImage | None = None
+        self._owner = segment is None
+        self._path = Path(segment) if segment else Path(directory) / f"vime-{run_id}-{os.getpid()}-{SUFFIX}"
         if self._owner:
             _create(self._path, manifest.nbytes)
-            self._image = FlatImage(manifest, _map(self._path, manifest.nbytes))
+        self._image: FlatImage | None = FlatImage(manifest, _map(self._path, manifest.nbytes))
+
+    @classmethod
+    def from_context(cls, context: TransferContext, **options: Any) -> HostShmTrainer:
+        segment = context.lead["info"]["path"] if context.rank else None
+        return cls(run_id=context.run_id, manifest=context.manifest, segment=segment, **options)
 
     @property
     def path(self) -> Path:
         return self._path
-
-    def attach(self, info: Mapping[str, Any]) -> None:
-        if not self._owner and self._image is None:
-            self._path = Path(info["info"]["path"])
-            self._image = FlatImage(self._manifest, _map(self._path, self._manifest.nbytes))
 
     def init_info(self, receivers: int) -> Mapping[str, Any]:
         manifest = self._live().manifest
@@ -80,7 +77,7 @@ class HostShmTrainer:
 
     def _live(self) -> FlatImage:
         if self._image is None:
-            raise WeightSyncError("the shared-memory segment is closed or not attached", fix="build or attach this half first")
+            raise WeightSyncError("the shared-memory segment is closed", fix="build a new trainer half")
         return self._image
 
 

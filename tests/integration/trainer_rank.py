@@ -1,0 +1,111 @@
+"""One trainer rank as a process of its own: reads a job (JSON), trains, writes what it saw (JSON).
+
+Run by the tests beside it: `python trainer_rank.py JOB OUT`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from vime.config.schema import GrpoSection, OptimizerSection, TrainerSection
+from vime.facts.collectives import CollectiveSpec
+from vime.facts.memory import NullMemory
+from vime.facts.process import Factory, MegatronAdaptation, Parallel, TrainerRuntime
+from vime.trainer.setup import TrainerSetup
+from vime.types import TrainSample, UpdateWork
+
+GROUPS, GROUP_SIZE = 5, 4
+
+
+def samples(vocab: int, step: int) -> list[TrainSample]:
+    """The step's batch, the same on every rank; lengths differ."""
+    draw = random.Random(step)
+    made = []
+    for _ in range(GROUPS):
+        prompt = tuple(draw.randrange(vocab) for _ in range(draw.choice([3, 4, 6])))
+        rewards = tuple(float(draw.random() < 0.5) for _ in range(GROUP_SIZE))
+        for reward in rewards:
+            response = tuple(draw.randrange(vocab) for _ in range(draw.choice([1, 2, 5])))
+            log_probs = tuple(-4.0 + 0.1 * draw.random() for _ in response)
+            made.append(TrainSample(prompt, response, log_probs, (1,) * len(response), reward, rewards))
+    return made
+
+
+def share(rows: list[TrainSample], job: dict[str, Any], dp_rank: int) -> UpdateWork:
+    """This data-parallel rank's part, in `parts` micro-batches; with `idle_rank` the last rank has no sample at all."""
+    dp, parts = job["parallel"].get("dp", 1), job["parts"]
+    own = rows[dp_rank::dp]
+    if job.get("idle_rank"):
+        own = rows if dp_rank == 0 else []
+    size = max(1, -(-len(own) // parts))
+    cut = tuple(tuple(own[i * size : (i + 1) * size]) for i in range(parts))
+    return UpdateWork(cut, num_rollouts=len(rows), num_tokens=sum(sum(r.loss_mask) for r in rows))
+
+
+def setup_of(job: dict[str, Any]) -> TrainerSetup:
+    section = TrainerSection(
+        optimizer=OptimizerSection(lr=1e-3, warmup_steps=2, decay="linear", weight_decay=0.01, clip_grad=0.5),
+        megatron=job.get("megatron", {}),
+    )
+    return TrainerSetup(
+        model_path=Path(job["model"]),
+        dtype="float32",
+        parallel=Parallel(**job["parallel"]),
+        rank=job["rank"],
+        world=job["world"],
+        local_rank=job["rank"],
+        master_address="127.0.0.1",
+        master_port=job["port"],
+        seed=1,
+        num_steps=20,
+        temperature=0.9,
+        algorithm=GrpoSection(entropy_coef=0.01),
+        trainer=section,
+        runtime=TrainerRuntime(Factory("vime.platforms.cpu.trainer_runtime:HostRuntime"), "cpu"),
+        adaptation=MegatronAdaptation(
+            norm=Factory("vime.trainer.megatron.attention:RmsNorm"),
+            core_attention=Factory("vime.platforms.cpu.attention:HostCoreAttention"),
+            optimizer=Factory("vime.platforms.cpu.fused_adam:HostFusedAdam"),
+        ),
+        collective=CollectiveSpec("gloo", 60.0, ("sum", "max")),
+        memory=NullMemory("not needed here"),
+    )
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    from vime.trainer.megatron.worker import MegatronWorker
+
+    worker = MegatronWorker(setup_of(job))
+    if job.get("load"):
+        worker.load(Path(job["load"]))
+    dp_rank = worker._axes.dp_rank
+    metrics = []
+    for step in range(worker.step_count, job["steps"]):
+        metrics.append(worker.train_step([share(samples(job["vocab"], step), job, dp_rank)]))
+        if job.get("save") and worker.step_count == job["save_at"]:
+            worker.save(Path(job["save"]))
+    names = [t.name for t in worker.manifest().tensors]
+    held = [name for name, _ in worker.weights()]
+    digests = {n: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for n, t in worker.weights_on_first_rank()}
+    result = {
+        "metrics": metrics,
+        "log_probs": worker.log_probs(job["sequences"]),
+        "rows": worker.evaluate_rows(samples(job["vocab"], 0)),
+        "manifest": names,
+        "held": held,
+        "digests": digests,
+        "is_writer": worker.is_writer,
+    }
+    if job.get("save_hf"):
+        worker.save_hf(Path(job["save_hf"]))
+    worker.close()
+    return result
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))

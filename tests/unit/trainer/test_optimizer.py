@@ -1,0 +1,54 @@
+"""The learning-rate schedule, value by value."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from vime.config.schema import OptimizerSection
+from vime.errors import TrainerError
+from vime.platforms.cpu import host_facade
+
+
+def rates(section, *, num_steps, updates_per_step=1, count=None):
+    host_facade.install()
+    from vime.trainer.megatron.optimizer import build_scheduler
+
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}])
+    scheduler = build_scheduler(section, optimizer=optimizer, num_steps=num_steps, updates_per_step=updates_per_step)
+    values = []
+    for _ in range(count or num_steps * updates_per_step):
+        scheduler.step(1)
+        values.append(optimizer.param_groups[0]["lr"])
+    return values
+
+
+def test_the_first_update_of_a_warm_up_already_learns():
+    assert rates(OptimizerSection(lr=1.0, warmup_steps=4), num_steps=6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_decay_ends_at_the_minimum():
+    values = rates(OptimizerSection(lr=1.0, min_lr=0.2, decay="linear", warmup_steps=1), num_steps=5, count=6)
+    assert values == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_cosine_decay_over_its_own_steps():
+    values = rates(OptimizerSection(lr=1.0, decay="cosine", decay_steps=4), num_steps=9, count=4)
+    assert values == pytest.approx([0.5 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3, 4)])
+
+
+def test_steps_are_counted_in_updates():
+    assert rates(OptimizerSection(lr=1.0, warmup_steps=2), num_steps=2, updates_per_step=2) == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_a_constant_rate_may_warm_up_longer_than_the_run():
+    assert rates(OptimizerSection(lr=1.0, warmup_steps=10), num_steps=2) == [0.1, 0.2]
+
+
+def test_impossible_schedules_are_refused():
+    with pytest.raises(TrainerError, match="does not end before"):
+        rates(OptimizerSection(lr=1.0, decay="linear", warmup_steps=5), num_steps=5)
+    with pytest.raises(TrainerError, match="min_lr"):
+        rates(OptimizerSection(lr=0.1, min_lr=0.2), num_steps=5)

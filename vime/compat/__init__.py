@@ -1,0 +1,1 @@
+"""The world of slime: its flags and its custom functions."""
