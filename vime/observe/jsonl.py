@@ -92,7 +92,8 @@ def reproducible(row: Row) -> dict[str, Any] | None:
         return None
     metrics = {name: value for name, value in row.metrics.items() if not name.startswith("perf/")}
     version = row.version.partition(".")[2] if row.version else None
-    return {"kind": row.kind.value, "step": row.step, "version": version, "metrics": metrics}
+    groups = row.data.get("groups")
+    return {"kind": row.kind.value, "step": row.step, "version": version, "metrics": metrics, "groups": groups}
 
 
 class LineFile:

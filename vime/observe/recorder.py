@@ -68,6 +68,7 @@ class Recorder:
         self._step = 0
         self._version: PolicyVersion | None = None
         self._batch: dict[str, float] = {}
+        self._trained: dict[str, Any] = {}
         self._noted: dict[RowKind, tuple[dict[str, Number | None], dict[str, float]]] = {}
         self._memory: dict[str, dict[str, Any]] = {}
         self._began = clock()
@@ -125,8 +126,12 @@ class Recorder:
         return self.timeline.span(name)
 
     def batch(self, batch: Batch) -> None:
-        """Take the sizes, rewards and versions of the batch into the step's row."""
+        """Take the sizes, rewards, prompt ids and versions of the batch into the step's row."""
         self._batch = batch_metrics(batch)
+        self._trained = {
+            "groups": [group.prompt.group for group in batch.groups],
+            "versions": sorted({str(group.oldest) for group in batch.groups if group.oldest is not None}),
+        }
 
     def note(
         self,
@@ -157,7 +162,7 @@ class Recorder:
             perf["perf/train_time"] = timed[TRAIN]
         self._step, self._version = report.step, report.version
         metrics = {**self._batch, **noted, **perf, **report.metrics}
-        self._write(RowKind.STEP, report.step, metrics=metrics, seconds=seconds)
+        self._write(RowKind.STEP, report.step, metrics=metrics, seconds=seconds, data=self._trained)
 
     def published(self, version: PolicyVersion, phase: Phase) -> None:
         """The row of a publication: its seconds, the spans inside it and what was noted meanwhile."""

@@ -28,7 +28,9 @@ from vime.yamltree import (
     get,
     parse,
     plain,
+    quoted,
     read,
+    replace_at,
 )
 
 _TOPOLOGY_FILES = "topology_files"

@@ -1,0 +1,152 @@
+"""Whole runs with real Ray, Megatron-core, vLLM and vllm-router on a host."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from runs import (
+    alive,
+    comparable,
+    descendants,
+    environment,
+    finish,
+    reached,
+    rows,
+    run,
+    segments,
+    start,
+    steps,
+    wait_for,
+    write_run,
+)
+from vime.hooks.specs import RULES
+from vime.testing.recording import read_trace
+
+KEPT_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One uninterrupted colocated run, traced."""
+    folder = tmp_path_factory.mktemp("finished")
+    path = write_run(folder, checkpoint={"every": 2, "keep": 10}, schedule={"num_steps": KEPT_STEPS})
+    run(path, VIME_TRACE_PLUGINS=str(folder / "trace.jsonl"))
+    return folder
+
+
+def test_every_runtime_hook_is_asked_in_a_real_run(finished: Path) -> None:
+    asked = {call.hook for call in read_trace(finished / "trace.jsonl")}
+    assert {name for name, rule in RULES.items() if rule.runtime} <= asked
+
+
+def test_train_and_rollout_log_probs_stay_together(finished: Path) -> None:
+    for row in steps(finished / "run").values():
+        assert row.metrics["train/train_rollout_logprob_abs_diff"] <= 2e-6
+        assert row.metrics["train/train_rollout_logprob_abs_diff_max"] <= 2e-4
+
+
+def test_synchronous_training_is_on_policy(finished: Path) -> None:
+    for step, row in steps(finished / "run").items():
+        assert row.data["versions"] == [f"0.{step - 1}"]
+        assert row.data["groups"] == list(range((step - 1) * 8, step * 8))
+
+
+def test_the_probe_passes_after_every_checked_sync(finished: Path) -> None:
+    probed = [r for r in rows(finished / "run") if r.kind == "sync" and "sync/probe_abs_diff" in r.metrics]
+    assert [r.step for r in probed] == [0, 1, 2]
+    assert all(r.metrics["sync/probe_abs_diff"] < 1e-5 for r in probed)
+
+
+def test_report_of_the_run(finished: Path) -> None:
+    import subprocess
+
+    command = [sys.executable, "-m", "vime.cli.main", "report", str(finished / "run"), "--json"]
+    summary = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment()).stdout)
+    assert summary["steps"] == KEPT_STEPS
+    assert sum(summary["time_share"].values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("moment", [0.35])
+def test_a_killed_run_goes_on_bit_for_bit(finished: Path, tmp_path: Path, moment: float) -> None:
+    """SIGKILL of the driver in the middle of a step; afterwards nothing is left over and --resume equals the whole run."""
+    drill(finished, tmp_path, at_step=3, moment=moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_random_moments(finished: Path, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    drill(finished, tmp_path, at_step=rng.randrange(0, KEPT_STEPS), moment=rng.random())
+
+
+def drill(finished: Path, folder: Path, *, at_step: int, moment: float) -> None:
+    (folder / "model").symlink_to(finished / "model")
+    (folder / "prompts.jsonl").symlink_to(finished / "prompts.jsonl")
+    path = write_run(folder, checkpoint={"every": 2, "keep": 10}, schedule={"num_steps": KEPT_STEPS})
+    before = segments()
+    process = start(path)
+    run_dir = folder / "run"
+    if at_step:
+        wait_for(lambda: reached(run_dir, at_step), timeout_s=120, what=f"step {at_step}")
+    else:
+        wait_for((run_dir / "metrics.jsonl").exists, timeout_s=60, what="the start")
+    time.sleep(moment * 0.3)
+    family = descendants(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(family) > 3
+    deadline = time.monotonic() + 15
+    while (left := list(alive(family))) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+    assert segments() <= before
+    run(path, "--resume")
+    assert comparable(run_dir) == comparable(finished / "run")
+    expected, got = (load_file(d / "model" / "model.safetensors") for d in (finished / "run", run_dir))
+    assert expected.keys() == got.keys()
+    assert all((expected[name] == got[name]).all() for name in expected)
+
+
+def test_two_engines_one_step_ahead_survive_the_death_of_one(tmp_path: Path) -> None:
+    """Disaggregated, max_staleness 1; an engine is killed in mid-rollout and no sample is lost or trained twice."""
+    path = write_run(
+        tmp_path,
+        topology="cpu-disaggregated",
+        schedule={"num_steps": 25, "max_staleness": 1},
+        rollout={"batch_size": 8, "group_size": 4, "sampling": {"max_response_tokens": 24}},
+    )
+    process = start(path)
+    run_dir = tmp_path / "run"
+    wait_for(lambda: reached(run_dir, 3), timeout_s=120, what="step 3")
+    servers = [
+        p for p in descendants(process.pid) if "api_server" in " ".join(p.cmdline()) and "guardian" not in " ".join(p.cmdline())
+    ]
+    victim = max(servers, key=lambda p: p.pid)
+    victim.kill()
+    finish(process, path)
+    done = steps(run_dir)
+    assert sorted(done) == list(range(1, 26))
+    trained = [group for row in done.values() for group in row.data["groups"]]
+    assert len(trained) == len(set(trained))
+    assert set(trained) >= set(range(max(trained) + 1 - 16))
+    assert all(row.metrics["rollout/staleness/max"] <= 1 for row in done.values())
+    assert all(row.data["versions"] for row in done.values())
+    events = [row.data["name"] for row in rows(run_dir) if row.kind == "event"]
+    assert "engine_restarted" in events or "engine_died" in events
+    rewards = [done[step].metrics["rollout/raw_reward"] for step in sorted(done)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05
+
+
+def test_nothing_is_left_after_a_run(finished: Path) -> None:
+    mine = [p for p in psutil.process_iter(["cmdline"]) if str(finished) in " ".join(p.info["cmdline"] or [])]
+    assert mine == []
