@@ -7,10 +7,32 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-Vime = Callable[..., subprocess.CompletedProcess[str]]
+from vime.cli.main import main
+
+Vime = Callable[..., "Done"]
+
+
+class Done(NamedTuple):
+    """What a command in this process did."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def vime(capsys: pytest.CaptureFixture[str]) -> Vime:
+    """`vime(*words)`: run a command in this process."""
+
+    def run(*words: str) -> Done:
+        return Done(main(list(words)), *capsys.readouterr())
+
+    return run
+
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -104,7 +126,7 @@ def test_a_topology_without_engines(vime: Vime, folder: Path) -> None:
 
 
 def test_warnings_and_sources(vime: Vime, folder: Path) -> None:
-    done = vime("check", str(folder / "run.yaml"), "--sources", "evaluation.every=3", "rollout.vllm.max_num_seqs=8")
+    done = vime("check", str(folder / "run.yaml"), "evaluation.every=3", "rollout.vllm.max_num_seqs=8", "--sources")
     assert done.returncode == 0
     assert "warning: override `evaluation.every=3`: `evaluation.every` has no effect" in done.stdout
     assert "note: rollout.vllm was checked against vllm: " in done.stdout

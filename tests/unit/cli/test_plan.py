@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-Vime = Callable[..., subprocess.CompletedProcess[str]]
+from vime.cli.main import main
+
+Vime = Callable[..., "Done"]
+
+
+class Done(NamedTuple):
+    """What a command in this process did."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def vime(capsys: pytest.CaptureFixture[str]) -> Vime:
+    """`vime(*words)`: run a command in this process."""
+
+    def run(*words: str) -> Done:
+        return Done(main(list(words)), *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture
