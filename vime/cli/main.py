@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="vime", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     importlib.import_module(f"vime.cli.{words[0]}").add_parser(commands)
-    args = parser.parse_args(words)
+    args = _parse(parser, words)
     try:
         return args.handler(args)
     except VimeError as error:
@@ -53,6 +53,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"vime {words[0]}: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """argparse takes KEY=VALUE words in one place only; a person writes them anywhere."""
+    args, rest = parser.parse_known_args(words)
+    late = [word for word in rest if "=" in word and not word.startswith("-") and hasattr(args, "overrides")]
+    if len(late) < len(rest):
+        parser.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in late)}")
+    if late:
+        args.overrides = [*args.overrides, *late]
+    return args
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def prepare_loaded(loaded: LoadedConfig, *, inventories: Mapping[str, tuple[Node
     model = read_shape(config.model.path)
     for path in (config.data.path, *(s.path for s in config.evaluation.sets)):
         check_prompt_file(config.data.model_copy(update={"path": path}))
-    topology = load_topology(config.topology, platform=config.platform)
+    topology = load_topology(loaded.topology_source, platform=config.platform)
     policy = PluginPolicy.read(platform=config.platform, allow=config.plugins.allow, deny=config.plugins.deny)
     plugins = discover(policy)
     if AUTO in topology.platforms():

@@ -228,7 +228,7 @@ def _is_zero(text: str) -> bool:
 def _suggest(name: str) -> str:
     names = [*known_flags(), *table.REFUSED, *(n.replace("_", "-") for n in manifest_of("megatron-core").arguments)]
     near = nearest(name, names, cutoff=0.7)
-    return f"did you mean `--{near}`?" if near else "see docs/flags.md for the flags that are known"
+    return f"did you mean `--{near}`?" if near else "leave it out, or give its setting in a run file"
 
 
 # ---- flags that belong together

@@ -158,8 +158,10 @@ _SHORT = (("gen", GENERATE), ("train", TRAIN), ("sync", SYNC))
 
 
 def _scores(metrics: Mapping[str, Number | None]) -> str:
-    """The rewards by set and mode; details such as lengths stay in the file."""
+    """The rewards by set and mode; details such as lengths stay in the file. Without rewards: whatever was measured."""
     scores = {score: value for name, value in metrics.items() if (score := eval_score(name)) is not None}
+    if not scores:
+        return "  ".join(f"{name.removeprefix('eval/')} {format_number(value, '.3f')}" for name, value in metrics.items())
     return "  ".join(
         f"{name} {mode} {format_number(value, '.3f')}".replace("  ", " ") for (name, mode), value in scores.items()
     )
