@@ -63,7 +63,9 @@ def main() -> None:
     shutil.rmtree(WORK / "rl", ignore_errors=True)
     call(VIME, "run", "--platform", "cpu", HERE / "run.yaml")
     call(VIME, "report", WORK / "rl")
-    text = subprocess.run([str(VIME), "report", str(WORK / "rl"), "--json"], cwd=ROOT, check=True, capture_output=True, text=True)
+    text = subprocess.run(
+        [str(VIME), "report", str(WORK / "rl"), "--json"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     print(last_line(json.loads(text.stdout), time.perf_counter() - start), flush=True)
 
 

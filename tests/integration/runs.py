@@ -108,8 +108,17 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-def segments() -> set[str]:
-    return {p.name for p in SHARED_MEMORY.glob("vime-*")} | {p.name for p in SHARED_MEMORY.glob("psm_*")}
+def segments(processes: list[psutil.Process]) -> set[Path]:
+    """Shared-memory files that these processes map, and those of any vime run."""
+    mapped = {Path(m.path) for p in processes for m in _maps(p) if m.path.startswith(f"{SHARED_MEMORY}/")}
+    return {path for path in mapped | set(SHARED_MEMORY.glob("vime-*")) if path.exists()}
+
+
+def _maps(process: psutil.Process) -> list[Any]:
+    try:
+        return process.memory_maps()
+    except psutil.Error:
+        return []
 
 
 def alive(processes: list[psutil.Process]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from vime.cluster.checkpoints import TRAINER, RunCheckpoints
 from vime.cluster.fleet import EngineFleet, FleetRules
 from vime.cluster.launch import Placement, demand, engine_actors, rollout_workers, start_trainer
 from vime.cluster.links import RolloutWorkerLink, TrainerLink
+from vime.cluster.memory_role import Parked, Resident
 from vime.cluster.session import RaySession
 from vime.cluster.sync_role import NoSync, Publishing, SyncRules, no_turn
 from vime.cluster.trainer_role import MegatronTrainer
@@ -182,6 +183,7 @@ class Roles:
                 system.recorder.event("data_changed", warning)
         self.schedule = StepSchedule(config.schedule.num_steps, start=start.version.step, stop_when=config.schedule.stop_when)
         self.publisher = self._publisher() if system.fleet else None
+        self.memory = self._memory()
         self.rollout = VllmRollout(system.workers, source, gate=self, on_count=self._count, chunk=config.rollout.batch_size)
         self.shared = SharedTurns(system.workers, load=self.rollout, on_train=self._on_train) if self._shares else None
         self.evaluation = self._evaluation()
@@ -212,6 +214,7 @@ class Roles:
 
     async def finish(self) -> None:
         """Save what the schedule's end did not: the last checkpoint of a run that stopped early, and the model."""
+        await self.memory.to_train()
         await self.checkpoints.save(self.last)
         await self.system.trainer.all("save_hf", self.system.config.run.dir / MODEL)
 
@@ -240,16 +243,36 @@ class Roles:
         publisher.set_engines(system.fleet.controls)
         return publisher
 
-    def _on_train(self) -> None:
+    async def _on_train(self) -> None:
         if self.publisher is not None:
             self.publisher.prepare()
+        await self.memory.to_train()
+
+    def _memory(self) -> Resident | Parked:
+        """An engine's weights are of the trainer's size; its cache is what it was started with."""
+        system, engine = self.system, dict[str, int]()
+        if system.fleet is not None:
+            rows = [
+                r for r in system.plan.memory.rows if r.role == system.plan.engines[0].request.role and r.phase == "serving"
+            ]
+            engine = {r.tag: r.num_bytes for r in rows}
+        kind = Parked if system.plan.residency == "park" else Resident
+        return kind(system.trainer, engine, system.recorder.memory)
 
     def _sync(self) -> Publishing | NoSync:
         start = self.system.start.version
         if self.publisher is None:
             return NoSync(start, published=self._published)
-        rules = SyncRules(start, self.system.config.weights)
-        return Publishing(self.publisher, rules, settle=self.evaluation.settle, report=self._synced)
+        fleet, publisher = self.system.fleet, self.publisher
+        assert fleet is not None
+        return Publishing(
+            publisher,
+            SyncRules(start, self.system.config.weights),
+            settle=self.evaluation.settle,
+            memory=self.memory,
+            mend=lambda: fleet.mend(publisher),
+            report=self._synced,
+        )
 
     def _published(self, version: PolicyVersion) -> None:
         """A trainer that dies ends the run, which goes on from its checkpoint: no earlier batch is needed again."""

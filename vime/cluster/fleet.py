@@ -51,6 +51,7 @@ class EngineFleet:
         self._addresses: list[EngineAddress] = []
         self._restarts = 0
         self._controls: list[EngineControl] = []
+        self._mending = asyncio.Lock()
 
     @property
     def router_url(self) -> str:
@@ -77,15 +78,22 @@ class EngineFleet:
         """
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            alive = await asyncio.gather(*(self._alive(i) for i in range(len(self._actors))))
-            for index, lives in enumerate(alive):
-                if not lives:
-                    await self._replace(index, admission, turn)
+            if not all(await self._alive()):
+                async with turn():
+                    await self.mend(admission)
             if not self._router.alive():
                 self._event("router_restarted", "the router died and was started again")
                 await self._router.restart(self._rules.start_timeout_s)
 
-    async def _replace(self, index: int, admission: Admission, turn: Turn) -> None:
+    async def mend(self, admission: Admission) -> int:
+        """Replace every engine that is dead now; returns how many were."""
+        async with self._mending:
+            dead = [index for index, lives in enumerate(await self._alive()) if not lives]
+            for index in dead:
+                await self._replace(index, admission)
+            return len(dead)
+
+    async def _replace(self, index: int, admission: Admission) -> None:
         old = self._addresses[index]
         self._restarts += 1
         if self._restarts > self._rules.max_restarts:
@@ -96,10 +104,9 @@ class EngineFleet:
         admission.remove(old.name)
         self._event("engine_died", f"{old.name} at {old.url} died; it is started again")
         await self._quietly(self._router.remove_worker(old.url))
-        async with turn():
-            new = await self._start(index)
-            control = self._control(new)
-            await admission.admit(control)
+        new = await self._start(index)
+        control = self._control(new)
+        await admission.admit(control)
         await self._router.add_worker(new.url)
         await self._controls[index].close()
         self._addresses[index], self._controls[index] = new, control
@@ -116,8 +123,11 @@ class EngineFleet:
         timeout_s = self._rules.start_timeout_s
         return await answer(self._actors[index].start.remote(), who=f"engine {index}", what="start", timeout_s=timeout_s + 30.0)
 
-    async def _alive(self, index: int) -> bool:
-        return await answer(self._actors[index].alive.remote(), who=f"engine host {index}", what="alive", timeout_s=30.0)
+    async def _alive(self) -> list[bool]:
+        calls = [
+            answer(a.alive.remote(), who=f"engine host {i}", what="alive", timeout_s=30.0) for i, a in enumerate(self._actors)
+        ]
+        return await asyncio.gather(*calls)
 
     def _control(self, address: EngineAddress) -> EngineControl:
         rules = self._rules

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from vime.cluster.memory_role import TrainerMemory
 from vime.config.schema import WeightsSection
+from vime.errors import DeadlineError, EngineError, WeightSyncError
 from vime.types import PolicyVersion
 from vime.weights.protocol import Publisher, SyncReport, is_due
 
@@ -22,7 +24,7 @@ class SyncRules:
 class Publishing:
     """Publishes the trainer's weights after every step.
 
-    `settle` is awaited before: an evaluation in progress sees one version. Requests that come meanwhile wait in the engines'
+    `mend` replaces dead engines and says how many there were. `settle` is awaited before: an evaluation in progress sees one version. Requests that come meanwhile wait in the engines'
     gates. `report` gets each result.
     """
 
@@ -32,12 +34,16 @@ class Publishing:
         rules: SyncRules,
         *,
         settle: Callable[[], Awaitable[None]],
+        memory: TrainerMemory,
+        mend: Callable[[], Awaitable[int]],
         report: Callable[[SyncReport], None],
     ) -> None:
         self._publisher = publisher
         self._rules = rules
         self._next = rules.first
         self._settle = settle
+        self._memory = memory
+        self._mend = mend
         self._report = report
         self._count = 0
 
@@ -47,9 +53,20 @@ class Publishing:
         version, section = self._next, self._rules.section
         self._count += 1
         fingerprint, probe = is_due(section.fingerprint, self._count), is_due(section.probe, self._count)
-        self._report(await self._publisher.publish(version, fingerprint=fingerprint, probe=probe))
+        await self._memory.to_publish()
+        self._report(await self._attempt(version, fingerprint=fingerprint, probe=probe))
+        await self._memory.to_serve()
         self._next = PolicyVersion(version.incarnation, version.step + 1)
         return version
+
+    async def _attempt(self, version: PolicyVersion, *, fingerprint: bool, probe: bool) -> SyncReport:
+        """Publish; where an engine died on the way, publish again once it is replaced. Other failures surface."""
+        while True:
+            try:
+                return await self._publisher.publish(version, fingerprint=fingerprint, probe=probe)
+            except (EngineError, WeightSyncError, DeadlineError):
+                if not await self._mend():
+                    raise
 
 
 class NoSync:

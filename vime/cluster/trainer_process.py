@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.cluster.payload import RankWork, resolve
+from vime.facts.memory import Tag
 from vime.facts.process import Factory
 from vime.trainer.setup import TrainerSetup
 from vime.types import Sample, TrainSample
@@ -60,6 +61,12 @@ class TrainerProcess:
 
     def memory_bytes(self) -> dict[str, int]:
         return {str(tag): size for tag, size in self.worker.memory_bytes().items()}
+
+    def park(self, tags: Sequence[Tag]) -> None:
+        self.worker.park(tags)
+
+    def wake(self, tags: Sequence[Tag]) -> None:
+        self.worker.wake(tags)
 
     # ---- steps
 

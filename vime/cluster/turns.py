@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -21,11 +21,11 @@ class Load(Protocol):
 class SharedTurns:
     """The train turn stops submissions here and, if workers have requests running, in the workers too.
 
-    `on_train` runs once the devices are the trainer's: it begins to pause the engines while the trainer works. Evaluations
-    and engine restarts hold `rollout`.
+    `on_train` runs once the devices are the trainer's: it begins to pause the engines while the trainer works, and brings
+    a parked trainer back. Evaluations and engine restarts hold `local.rollout`.
     """
 
-    def __init__(self, workers: Sequence[RolloutWorkerLink], *, load: Load, on_train: Callable[[], None]) -> None:
+    def __init__(self, workers: Sequence[RolloutWorkerLink], *, load: Load, on_train: Callable[[], Awaitable[None]]) -> None:
         self._workers = list(workers)
         self._load = load
         self._on_train = on_train
@@ -44,7 +44,7 @@ class SharedTurns:
             if busy:
                 await asyncio.gather(*(w.pause() for w in self._workers))
             try:
-                self._on_train()
+                await self._on_train()
                 yield
             finally:
                 if busy:
