@@ -18,7 +18,7 @@ VIME = ROOT / ".venv" / "bin" / "vime"
 
 def call(*words: str | Path) -> None:
     """Run one command in the repository; the first that fails ends the quick start with its exit code."""
-    done = subprocess.run([str(w) for w in words], cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    done = subprocess.run([str(w) for w in words], cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=False)
     if done.returncode:
         sys.exit(done.returncode)
 

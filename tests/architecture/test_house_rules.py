@@ -17,8 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "vime").rglob("*.py"))
 VENDOR_WORDS = (
-    "cuda nccl npu hccl rocm hip rccl nvlink nvml nvidia amd ascend mindspeed gb200 h200 h100 a100 mi300x hopper blackwell"
-).split()
+    *("cuda", "nccl", "npu", "hccl", "rocm", "hip", "rccl", "nvlink", "nvml", "nvidia", "amd", "ascend", "mindspeed"),
+    *("gb200", "h200", "h100", "a100", "mi300x", "hopper", "blackwell"),
+)
 VENDOR = re.compile(rf"(?<![a-z0-9])({'|'.join(VENDOR_WORDS)})(?![a-z0-9])", re.IGNORECASE)
 VENDOR_EXCEPTIONS = ("vime/compat/", "vime/platforms/cpu/host_facade.py")
 FORBIDDEN_FOLDERS = {"utils", "common", "misc", "core", "backends", "helpers"}

@@ -24,8 +24,8 @@ class SyncRules:
 class Publishing:
     """Publishes the trainer's weights after every step.
 
-    `mend` replaces dead engines and says how many there were. `settle` is awaited before: an evaluation in progress sees one version. Requests that come meanwhile wait in the engines'
-    gates. `report` gets each result.
+    `settle` is awaited before: an evaluation in progress sees one version. `mend` replaces dead engines and says how many
+    there were. Requests that come meanwhile wait in the engines' gates. `report` gets each result.
     """
 
     def __init__(
