@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from vime.config.schema import WeightsSection
 from vime.errors import DeadlineError, EngineError, WeightSyncError
 from vime.types import PolicyVersion
 from vime.weights.protocol import Publisher, SyncReport, is_due
+
+DEATH_NOTICE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,18 @@ class Publishing:
         while True:
             try:
                 return await self._publisher.publish(version, fingerprint=fingerprint, probe=probe)
-            except (EngineError, WeightSyncError, DeadlineError):
-                if not await self._mend():
+            except (EngineError, WeightSyncError, DeadlineError) as error:
+                if not await self._mended(DEATH_NOTICE_S if isinstance(error, EngineError) else 0.0):
                     raise
+
+    async def _mended(self, patience_s: float) -> bool:
+        """Whether a dead engine was replaced. A connection breaks a moment before the process counts as dead."""
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while not await self._mend():
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(0.2)
+        return True
 
 
 class NoSync:

@@ -152,7 +152,7 @@ class EngineControl:
                 fix="see whether its process lives and what its log says; the engine is restarted by its supervisor",
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise DeadlineError(
+            raise EngineError(
                 f"{self.name}: no answer to {path}: {error or type(error).__name__}",
                 where=self.url,
                 fix="the engine's process has ended or never listened; read its log",

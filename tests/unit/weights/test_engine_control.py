@@ -87,7 +87,7 @@ async def test_a_dead_server_is_named_at_once():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     async with EngineControl(f"http://127.0.0.1:{port}", timeout_s=30, name="e2") as engine:
-        with pytest.raises(DeadlineError, match="e2: no answer to /get_world_size"):
+        with pytest.raises(EngineError, match="e2: no answer to /get_world_size"):
             await engine.world_size()
 
 
