@@ -36,7 +36,7 @@ def write_run(folder: Path, **sections: Any) -> Path:
         "data": {"path": str(folder / "prompts.jsonl")},
         "rollout": {"batch_size": 8, "group_size": 4, "sampling": {"max_response_tokens": 8}},
         "reward": {"kind": "graders:digits"},
-        "algorithm": {"kind": "grpo", "loss_mean": "token"},
+        "algorithm": {"kind": "grpo", "loss_mean": "token", "entropy_coef": 0.01},
         "trainer": {"optimizer": {"lr": 3e-3, "betas": [0.9, 0.95]}},
         "schedule": {"num_steps": 6},
         "observe": {"tensorboard": False},

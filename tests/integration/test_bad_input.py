@@ -102,7 +102,13 @@ def test_a_broken_plugin_is_an_error_when_asked_for(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text("[vime.plugins]\nacme = acme_vime_plugin\n")
     (package / "acme_vime_plugin.py").write_text("import a_library_that_is_not_there\n")
     search = os.pathsep.join([str(package), environment()["PYTHONPATH"]])
-    output = fails(write_run(tmp_path), "--platform", "acme", PYTHONPATH=search)
+    topology = {
+        "schema": "vime.topology/v1",
+        "name": "open",
+        "pools": {"host": {"platform": "auto", "device": "cpu"}},
+        "roles": {"actor": {"kind": "train", "pool": "host"}, "rollout": {"kind": "rollout", "pool": "host"}},
+    }
+    output = fails(write_run(tmp_path, topology=topology), "--platform", "acme", PYTHONPATH=search)
     assert "acme" in output
     assert "a_library_that_is_not_there" in output
 

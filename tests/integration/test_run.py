@@ -37,10 +37,10 @@ KEPT_STEPS = 6
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One uninterrupted colocated run, traced."""
+    """One uninterrupted colocated run, traced, with a proxy in the environment that answers nobody."""
     folder = tmp_path_factory.mktemp("finished")
     path = write_run(folder, checkpoint={"every": 2, "keep": 10}, schedule={"num_steps": KEPT_STEPS})
-    run(path, VIME_TRACE_PLUGINS=str(folder / "trace.jsonl"))
+    run(path, VIME_TRACE_PLUGINS=str(folder / "trace.jsonl"), HTTP_PROXY="http://127.0.0.1:9", http_proxy="http://127.0.0.1:9")
     return folder
 
 
@@ -146,6 +146,60 @@ def test_two_engines_one_step_ahead_survive_the_death_of_one(tmp_path: Path) -> 
     assert "engine_restarted" in events or "engine_died" in events
     rewards = [done[step].metrics["rollout/raw_reward"] for step in sorted(done)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05
+
+
+def layout(trainer: dict[str, int], engine: dict[str, int]) -> dict[str, object]:
+    devices = 2 if trainer else 1
+    return {
+        "schema": "vime.topology/v1",
+        "name": "layout",
+        "pools": {"host": {"platform": "cpu", "device": "cpu"}},
+        "roles": {
+            "actor": {
+                "kind": "train",
+                "pool": "host",
+                "devices": devices,
+                "parallel": {k: v for k, v in trainer.items() if k != "dp"},
+            },
+            "rollout": {"kind": "rollout", "pool": "host", "engines": 1, "parallel": engine},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow), pytest.param({"dp": 2}, marks=pytest.mark.slow)],
+    ids=["tp2", "pp2", "dp2"],
+)
+def test_layouts_give_the_same_first_step(finished: Path, tmp_path: Path, axes: dict[str, int]) -> None:
+    """Trainer on two ranks, engine at TP 2: loss and gradient norm of one process, and the probe passes after every sync."""
+    path = write_run(
+        tmp_path,
+        topology=layout(axes, {"tp": 2}),
+        schedule={"num_steps": 2},
+        weights={"probe": {"first": 10}, "fingerprint": {"first": 10}},
+    )
+    run(path)
+    expected, got = steps(finished / "run")[1].metrics, steps(tmp_path / "run")[1].metrics
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
+    assert got["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5, abs=1e-8)
+    probed = [r.metrics["sync/probe_abs_diff"] for r in rows(tmp_path / "run") if r.kind == "sync"]
+    assert len(probed) == 3
+    assert max(probed) < 1e-5
+
+
+def test_time_sharing_with_parking_changes_no_bit(finished: Path, tmp_path: Path) -> None:
+    """With residency `park` the trainer leaves the device between steps; the run is the resident one."""
+    share = [{"roles": ["actor", "rollout"], "mode": "time", "residency": "park"}]
+    topology = layout({}, {}) | {"share": share}
+    path = write_run(tmp_path, topology=topology, schedule={"num_steps": 3})
+    run(path)
+    expected = [row for row in comparable(finished / "run") if row["step"] <= 3]
+    assert comparable(tmp_path / "run") == expected
+    edges = {r.data["edge"]: r.data["device"]["actor"] for r in rows(tmp_path / "run") if r.kind == "memory"}
+    assert edges["serving"] == {"params": 0, "grads": 0, "optimizer": 0}
+    assert edges["updating"]["params"] > 0 == edges["updating"]["optimizer"]
+    assert min(edges["training"].values()) > 0
 
 
 def test_nothing_is_left_after_a_run(finished: Path) -> None:

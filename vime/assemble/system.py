@@ -16,7 +16,7 @@ from vime.cluster.fleet import EngineFleet, FleetRules
 from vime.cluster.launch import Placement, demand, engine_actors, rollout_workers, start_trainer
 from vime.cluster.links import RolloutWorkerLink, TrainerLink
 from vime.cluster.memory_role import Parked, Resident
-from vime.cluster.session import RaySession
+from vime.cluster.session import RaySession, restore_signals
 from vime.cluster.sync_role import NoSync, Publishing, SyncRules, no_turn
 from vime.cluster.trainer_role import MegatronTrainer
 from vime.cluster.turns import SharedTurns
@@ -93,6 +93,7 @@ async def launch(config: Config, plan: Plan, recorder: Recorder, start: Start, s
     session = RaySession(resources=demand(plan), log_dir=config.run.dir / layout.LOGS, run_id=run_id)
     stack.callback(session.close)
     await asyncio.to_thread(session.start)
+    restore_signals()
     session.require(demand(plan))
     placement = Placement(plan)
     await placement.reserve()

@@ -142,6 +142,12 @@ class RaySession:
             shutil.rmtree(self._temp, ignore_errors=True)
 
 
+def restore_signals() -> None:
+    """Put Python's handlers back in the main thread: connecting installs native ones that only dump a stack."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.getsignal(number))
+
+
 def _devices(resources: Mapping[str, Any]) -> str:
     skip = ("node:", "memory", "object_store_memory")
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items()) if not name.startswith(skip))

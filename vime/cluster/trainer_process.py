@@ -57,6 +57,8 @@ class TrainerProcess:
 
         self._setup = replace(self._setup, master_address=address, master_port=port)
         self.worker = MegatronWorker(self._setup)
+        # The manifest covers all pipeline stages, so every rank must ask for it at the same time.
+        self._manifest = self.worker.manifest()
         return TrainerInfo(os.getpid(), self.memory_bytes())
 
     def memory_bytes(self) -> dict[str, int]:
@@ -101,12 +103,11 @@ class TrainerProcess:
     def open_transfer(self, transfer: TransferSetup, lead: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any], int]:
         """Build this rank's half if it has one; returns (streams, rank 0's info, tensors of the manifest)."""
         half_class = transfer.factory.load()
-        manifest = self.worker.manifest()
         self._streams = half_class.streams
         if self._setup.rank == 0 or (self.worker.is_writer and not self._streams):
             context = TransferContext(
                 run_id=transfer.run_id,
-                manifest=manifest,
+                manifest=self._manifest,
                 rank=self._setup.rank,
                 host=transfer.host,
                 directory=transfer.directory,
@@ -115,7 +116,7 @@ class TrainerProcess:
                 lead=lead,
             )
             self._half = half_class.from_context(context, **transfer.factory.options)
-        return self._streams, self.init_info(0) if self._setup.rank == 0 else {}, len(manifest.tensors)
+        return self._streams, self.init_info(0) if self._setup.rank == 0 else {}, len(self._manifest.tensors)
 
     def init_info(self, receivers: int) -> Mapping[str, Any]:
         return self._half.init_info(receivers)
