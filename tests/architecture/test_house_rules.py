@@ -133,3 +133,23 @@ def test_commands_import_nothing_heavy(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.yaml")), ids=relative)
+def test_examples_load(path: Path) -> None:
+    from vime.config.load import dump_resolved, load_config
+
+    loaded = load_config(path)
+    assert loaded.warnings == ()
+    assert "schedule" in dump_resolved(loaded.config)
+
+
+def test_shipped_topologies_load_and_readme_names_only_real_commands() -> None:
+    from vime.cli.main import COMMANDS
+    from vime.topology.load import load_topology, shipped_names
+
+    assert {"cpu-colocate", "cpu-disaggregated", "cpu-train"} <= set(shipped_names())
+    for name in shipped_names():
+        assert load_topology(name).topology.name == name
+    named = set(re.findall(r"\bvime ([a-z]+)\b", (ROOT / "README.md").read_text()))
+    assert named - {"post"} <= set(COMMANDS)
