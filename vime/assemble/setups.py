@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vime.cluster.guardian import guardian_command
@@ -16,6 +18,24 @@ from vime.rollout.router import RouterSpec
 from vime.rollout.sft_rollout import SupervisedSetup
 from vime.rollout.worker import WorkerSetup
 from vime.trainer.setup import TrainerSetup
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the run's own processes prove to each other: nobody else on the machine may sample or update weights."""
+
+    run_id: str
+    run_token: str
+    api_key: str
+
+    @classmethod
+    def draw(cls) -> Keys:
+        return cls(secrets.token_hex(4), secrets.token_hex(8), secrets.token_urlsafe(16))
+
+    @property
+    def segments(self) -> str:
+        """Prefix of the run's shared-memory files."""
+        return f"vime-{self.run_id}"
 
 
 def trainer_setups(config: Config, plan: Plan) -> list[TrainerSetup]:
@@ -45,14 +65,15 @@ def trainer_setups(config: Config, plan: Plan) -> list[TrainerSetup]:
     ]
 
 
-def engine_specs(config: Config, plan: Plan, *, run_token: str) -> list[EngineSpec]:
+def engine_specs(config: Config, plan: Plan, keys: Keys) -> list[EngineSpec]:
     """One an engine: platform defaults under the user's `vllm:` section under what the plan needs."""
     return [
         EngineSpec(
             model_path=config.model.path,
             dtype=plan.dtype,
             log_path=config.run.dir / layout.LOGS / f"engine-{engine.index}.log",
-            run_token=run_token,
+            run_token=keys.run_token,
+            api_key=keys.api_key,
             max_model_len=max_model_len(config, plan),
             parallel=engine.request.parallel,
             args=merge_engine_args(engine.defaults, config.rollout.vllm, engine.sleep.args),
@@ -77,17 +98,17 @@ def max_model_len(config: Config, plan: Plan) -> int:
     return min(plan.model.max_positions, config.data.max_prompt_tokens + longest)
 
 
-def router_spec(config: Config, plan: Plan, *, segments: str) -> RouterSpec:
+def router_spec(config: Config, plan: Plan, keys: Keys) -> RouterSpec:
     return RouterSpec(
         log_path=config.run.dir / layout.LOGS / "router.log",
         args=config.rollout.router,
         request_timeout_s=config.rollout.request_timeout_s,
         start_timeout_s=plan.start_timeout_s,
-        command_prefix=guardian_command(segments=segments),
+        command_prefix=guardian_command(segments=keys.segments),
     )
 
 
-def worker_setups(config: Config, *, sampled: bool) -> Sequence[Any]:
+def worker_setups(config: Config, keys: Keys, *, sampled: bool) -> Sequence[Any]:
     """One a rollout worker. A supervised run has one: encoding rows is quick."""
     if isinstance(config.algorithm, SftSection):
         apart = config.algorithm.digits_apart
@@ -99,6 +120,7 @@ def worker_setups(config: Config, *, sampled: bool) -> Sequence[Any]:
         rollout=config.rollout,
         reward=config.reward,
         evaluation=config.evaluation.sets,
+        api_key=keys.api_key,
         samples_file=config.run.dir / layout.SAMPLES,
         samples_per_step=config.observe.samples_per_step,
     )

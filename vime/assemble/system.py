@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -40,6 +39,7 @@ from vime.rollout.worker import WorkerInfo
 from vime.types import PolicyVersion
 from vime.weights.probe import probe_ids
 from vime.weights.protocol import ProbeSettings, Publisher, SyncReport
+from vime.weights.transports.host_shm import sweep_segments
 
 SAMPLER = Factory("vime.rollout.worker:RolloutWorker")
 SUPERVISED = Factory("vime.rollout.sft_rollout:SupervisedWorker")
@@ -89,18 +89,20 @@ class System:
 
 async def launch(config: Config, plan: Plan, recorder: Recorder, start: Start, stack: AsyncExitStack) -> System:
     """Start Ray, then trainer, engines and rollout workers side by side. What was started ends with the stack."""
-    run_id = secrets.token_hex(4)
-    session = RaySession(resources=demand(plan), log_dir=config.run.dir / layout.LOGS, run_id=run_id)
+    keys = setups.Keys.draw()
+    for path in sweep_segments("vime-").removed:
+        recorder.event("segment_removed", f"{path} was left by a process that is gone")
+    session = RaySession(resources=demand(plan), log_dir=config.run.dir / layout.LOGS, run_id=keys.run_id)
     stack.callback(session.close)
     await asyncio.to_thread(session.start)
     restore_signals()
     session.require(demand(plan))
     placement = Placement(plan)
     await placement.reserve()
-    fleet = _fleet(config, plan, placement, recorder, run_id) if plan.engines else None
+    fleet = _fleet(config, plan, placement, recorder, keys) if plan.engines else None
     if fleet is not None:
         stack.push_async_callback(fleet.stop)
-    worker_setups = setups.worker_setups(config, sampled=fleet is not None)
+    worker_setups = setups.worker_setups(config, keys, sampled=fleet is not None)
     workers = rollout_workers(SAMPLER if fleet else SUPERVISED, worker_setups)
     timeout_s = plan.start_timeout_s
     starting: list[Any] = [start_trainer(plan, placement, setups.trainer_setups(config, plan), timeout_s=timeout_s)]
@@ -110,20 +112,23 @@ async def launch(config: Config, plan: Plan, recorder: Recorder, start: Start, s
     if start.snapshot is not None:
         await trainer.all("load", start.snapshot.path / TRAINER, timeout_s=timeout_s)
     if fleet is not None:
-        await trainer.open_transfer(setups.transfer_setup(config, plan, run_id=run_id))
+        await trainer.open_transfer(setups.transfer_setup(config, plan, run_id=keys.run_id))
         await asyncio.gather(*(w.connect(fleet.router_url) for w in workers))
     for reason in infos[0].skipped:
         recorder.event("row_skipped", reason)
     return System(config, plan, recorder, start, trainer, workers, infos[0], fleet)
 
 
-def _fleet(config: Config, plan: Plan, placement: Placement, recorder: Recorder, run_id: str) -> EngineFleet:
-    run_token, segments = secrets.token_hex(8), f"vime-{run_id}"
-    actors = engine_actors(plan, placement, setups.engine_specs(config, plan, run_token=run_token), segments=segments)
+def _fleet(config: Config, plan: Plan, placement: Placement, recorder: Recorder, keys: setups.Keys) -> EngineFleet:
+    specs = setups.engine_specs(config, plan, keys)
+    actors = engine_actors(plan, placement, specs, segments=keys.segments)
     rules = FleetRules(
-        run_token=run_token, api_key=None, start_timeout_s=plan.start_timeout_s, call_timeout_s=config.weights.timeout_s
+        run_token=keys.run_token,
+        api_key=keys.api_key,
+        start_timeout_s=plan.start_timeout_s,
+        call_timeout_s=config.weights.timeout_s,
     )
-    return EngineFleet(actors, setups.router_spec(config, plan, segments=segments), rules, on_event=recorder.event)
+    return EngineFleet(actors, setups.router_spec(config, plan, keys), rules, on_event=recorder.event)
 
 
 async def _close(trainer: TrainerLink, workers: Sequence[RolloutWorkerLink]) -> None:
@@ -199,7 +204,10 @@ class Roles:
         """The roles as the loop takes them."""
         config, plan = self.system.config, self.system.plan
         trainer = MegatronTrainer(
-            self.system.trainer, setups.step_rules(config, plan), incarnation=self.system.start.incarnation
+            self.system.trainer,
+            setups.step_rules(config, plan),
+            incarnation=self.system.start.incarnation,
+            on_event=self.system.recorder.event,
         )
         return Run(
             rollout=self.rollout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vime.cluster.links import TrainerLink
@@ -26,8 +27,9 @@ class StepRules:
 class MegatronTrainer:
     """Trains batches on all ranks. `incarnation` is part of every version it reports."""
 
-    def __init__(self, link: TrainerLink, rules: StepRules, *, incarnation: int) -> None:
+    def __init__(self, link: TrainerLink, rules: StepRules, *, incarnation: int, on_event: Callable[[str, str], None]) -> None:
         self._link = link
+        self._event = on_event
         self._rules = rules
         self._incarnation = incarnation
 
@@ -42,6 +44,8 @@ class MegatronTrainer:
             skip_flat=rules.skip_flat,
             supervised=rules.supervised,
         )
+        if not any(micro_batch for plan in plans for micro_batch in plan.micro_batches):
+            self._event("nothing_to_learn", f"step {batch.step}: every sample is masked or in a group of equal rewards")
         work = [rank_work(batch.groups, plans, rank=rank) for rank in range(rules.parallel.dp)]
         shares = [(work[data_parallel_rank(rank, rules.parallel)],) for rank in range(self._link.size)]
         reports = await self._link.each("train", shares, timeout_s=rules.timeout_s)

@@ -70,6 +70,7 @@ class RolloutSection(Section):
         default=None, description="Delivery order; null: prompt at max_staleness 0, else completion."
     )
     filter: str | None = Field(default=None, description="Dynamic filter, e.g. `nonzero_std`; dropped groups are replaced.")
+    mask_truncated: bool = Field(default=False, description="Train on no token of a response that hit the length limit.")
     workers: Count = Field(default=1, description="Rollout worker processes.")
     request_timeout_s: Seconds = Field(default=600.0, description="Deadline of one request, pauses not counted.")
     max_retries: NonNegative = Field(default=3, description="Tries after a failure; then the prompt returns to the source.")

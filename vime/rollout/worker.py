@@ -12,7 +12,7 @@ from vime.data.prompts import PromptTable, read_prompts
 from vime.errors import RolloutError, VimeError
 from vime.observe.samples import SamplesFile, SampleText
 from vime.rewards.workers import GradeJob, GraderPool
-from vime.rollout.client import GenerateClient, Generation, RetryableError
+from vime.rollout.client import Completion, GenerateClient, Generation, RetryableError
 from vime.rollout.filters import Filter, load_filter
 from vime.rollout.sampling import sampling_params, seed_for
 from vime.rollout.turns import Turns
@@ -184,19 +184,7 @@ class RolloutWorker:
 
     async def _score(self, prompt: Prompt, generation: Generation) -> tuple[tuple[Sample, ...], dict[str, float]]:
         """Turn choices into samples with rewards; a sample that cannot be scored is left out and counted."""
-        samples = [
-            Sample(
-                index=c.index,
-                prompt_ids=prompt.token_ids,
-                response_ids=c.token_ids,
-                log_probs=c.log_probs,
-                loss_mask=(1,) * len(c.token_ids),
-                status=c.finish,
-                versions=c.spans,
-                text=self._tokenizer.decode(c.token_ids),
-            )
-            for c in generation.choices
-        ]
+        samples = [self._sample(prompt, choice) for choice in generation.choices]
         jobs = [
             GradeJob(s.text, prompt.label, prompt.task, prompt.metadata, s.status is SampleStatus.COMPLETED) for s in samples
         ]
@@ -210,6 +198,20 @@ class RolloutWorker:
                 continue
             scored.append(replace(sample, reward=outcome.reward))
         return tuple(scored), counts
+
+    def _sample(self, prompt: Prompt, choice: Completion) -> Sample:
+        """The mask follows the response's length and status, never its tokens."""
+        masked = self._setup.rollout.mask_truncated and choice.finish is SampleStatus.TRUNCATED
+        return Sample(
+            index=choice.index,
+            prompt_ids=prompt.token_ids,
+            response_ids=choice.token_ids,
+            log_probs=choice.log_probs,
+            loss_mask=(0 if masked else 1,) * len(choice.token_ids),
+            status=choice.finish,
+            versions=choice.spans,
+            text=self._tokenizer.decode(choice.token_ids),
+        )
 
     def _keep_for_reading(self, prompt_id: PromptId, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """Without drops, group g belongs to step g // batch_size + 1; the first few of each step are kept."""

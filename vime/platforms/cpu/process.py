@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vime.facts.capabilities import Capabilities
 from vime.facts.process import EnvMode, EnvValue, RoleKind, RoleRequest
+from vime.platforms.cpu import affinity
 
 CAPABILITIES = Capabilities(
     device_type="cpu",
@@ -31,6 +32,8 @@ def environment(request: RoleRequest) -> dict[str, EnvValue]:
         "MKL_NUM_THREADS": EnvValue(threads, "the role's share of the host's processors"),
         "TOKENIZERS_PARALLELISM": EnvValue("false", "tokenizer threads do not survive the forks of engine and graders"),
     }
+    if processors := affinity.share(request):
+        rules[affinity.VARIABLE] = EnvValue(",".join(map(str, processors)), "every slot has processors of its own")
     if request.kind is RoleKind.ENGINE:
         rules["TORCHDYNAMO_DISABLE"] = EnvValue(
             "1", "the first log-prob request would compile kernels for many seconds and need a C++ compiler", EnvMode.REQUIRE

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import psutil
 import torch
 
-from vime.platforms.cpu import host_facade
+from vime.platforms.cpu import affinity, host_facade
 
 
 class HostRuntime:
@@ -21,6 +21,7 @@ class HostRuntime:
     device_type = "cpu"
 
     def __init__(self, threads: int = 1) -> None:
+        affinity.bind()
         torch.set_num_threads(threads)
         host_facade.install()
         self._libc = _libc()

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from vime.platforms.cpu import affinity
+
 logger = logging.getLogger(__name__)
 
 MIN_GEMM_ROWS = 4
@@ -36,6 +38,7 @@ def register() -> None:
     check_platform(type(current_platform))
     if not current_platform.is_cpu():
         return
+    affinity.bind()
     die_with_parent()
     start_workers_by_fork()
     keep_linear_weights()
