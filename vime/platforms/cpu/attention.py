@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -15,41 +15,27 @@ from vime.errors import TrainerError
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentGroup:
-    """All segments of one length: `tokens` [count * length] are their positions in the pack, segment after segment."""
+class Run:
+    """Neighbouring segments of one length: `tokens` rows of the pack, a multiple of `length`."""
 
     length: int
-    tokens: Tensor
+    tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentPlan:
-    """Groups by length, and `back` [tokens], which puts the groups' outputs into the pack's order."""
+def plan_runs(cu_seqlens: Tensor) -> tuple[Run, ...]:
+    """Cut a pack into runs of equal lengths. cu_seqlens [segments + 1]: running sum of lengths, from 0.
 
-    groups: tuple[SegmentGroup, ...]
-    back: Tensor
-
-
-def plan_segments(cu_seqlens: Tensor) -> SegmentPlan:
-    """Group the segments of a pack by length. cu_seqlens [segments + 1]: running sum of lengths, from 0."""
-    ends = cu_seqlens.tolist()
-    starts: dict[int, list[int]] = {}
-    for start, end in pairwise(ends):
-        starts.setdefault(end - start, []).append(start)
-    device = cu_seqlens.device
-    groups = tuple(
-        SegmentGroup(length, (torch.tensor(at, device=device)[:, None] + torch.arange(length, device=device)).view(-1))
-        for length, at in starts.items()
-        if length > 0
-    )
-    return SegmentPlan(groups, torch.argsort(torch.cat([group.tokens for group in groups])))
+    Packs are made with equal lengths next to each other, so there are about as many runs as lengths. Any order is right.
+    """
+    lengths = (end - start for start, end in pairwise(cu_seqlens.tolist()))
+    return tuple(Run(length, length * len(list(same))) for length, same in groupby(lengths) if length > 0)
 
 
 class HostCoreAttention(torch.nn.Module):
     """Causal attention with grouped queries over packed segments (THD); stands in for megatron-core's own.
 
-    Segments of equal length go through one kernel call, which gives the same bits as a call for each. The plan of a pack
-    is kept on its `packed_seq_params`, so that all layers share it. Takes the arguments of megatron-core's
+    Neighbouring segments of equal length go through one kernel call, which gives the same bits as a call for each. The
+    runs of a pack are kept on its `packed_seq_params`, so that all layers share them. Takes the arguments of megatron-core's
     `DotProductAttention`; dropout is not supported.
     """
 
@@ -65,20 +51,17 @@ class HostCoreAttention(torch.nn.Module):
         """query [tokens, heads, dim], key and value [tokens, groups, dim] -> [tokens, heads * dim]."""
         if packed_seq_params is None:
             raise TrainerError("packed attention needs packed sequences", fix="pass packed_seq_params")
-        plan: SegmentPlan | None = getattr(packed_seq_params, "segment_plan", None)
-        if plan is None:
-            plan = packed_seq_params.segment_plan = plan_segments(packed_seq_params.cu_seqlens_q)
-        outputs = [self._attend(group, query, key, value) for group in plan.groups]
-        if len(outputs) == 1:
-            return outputs[0]
-        return torch.cat(outputs).index_select(0, plan.back)
+        runs: tuple[Run, ...] | None = getattr(packed_seq_params, "runs", None)
+        if runs is None:
+            runs = packed_seq_params.runs = plan_runs(packed_seq_params.cu_seqlens_q)
+        sizes = [run.tokens for run in runs]
+        parts = zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+        outputs = [self._attend(run, q, k, v) for run, q, k, v in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend(self, group: SegmentGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (
-            x.index_select(0, group.tokens).view(-1, group.length, x.shape[1], x.shape[2]).transpose(1, 2)
-            for x in (query, key, value)
-        )
+    def _attend(self, run: Run, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (x.reshape(-1, run.length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (query, key, value))
         out = functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return out.transpose(1, 2).reshape(group.tokens.shape[0], -1)
+        return out.transpose(1, 2).reshape(run.tokens, -1)
