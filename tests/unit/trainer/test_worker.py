@@ -306,3 +306,21 @@ def test_what_cannot_be_trained_is_refused_by_name(worker_of, tmp_path, setup_of
 @pytest.mark.parametrize(("vocab", "tp", "padded"), [(50, 1, 56), (50, 2, 64), (64, 2, 64), (151936, 8, 151936)])
 def test_vocabulary_is_padded_for_every_rank(vocab, tp, padded):
     assert padded_vocab(vocab, tp) == padded
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_sharing_prompts_changes_neither_loss_nor_gradient(worker_of, recompute):
+    rows = [replace(row, prompt_ids=(3, 1, 4, 1, 5, 9, 2, 6, group)) for group in range(3) for row in samples(4, seed=group)]
+
+    def step(*, share: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        worker = worker_of(trainer=TrainerSection(optimizer=OptimizerSection(lr=1e-3), recompute=recompute))
+        assert worker._shares_prompts
+        worker._shares_prompts = share
+        metrics = worker.train_step([work(rows, parts=(5,))])
+        return metrics, weights(worker)
+
+    (shared, shared_weights), (separate, separate_weights) = step(share=True), step(share=False)
+    assert shared == pytest.approx(separate, rel=2e-5, abs=1e-7)
+    assert shared["train/grad_norm"] > 0.1
+    for name, weight in shared_weights.items():
+        torch.testing.assert_close(weight, separate_weights[name], rtol=0, atol=2e-5)

@@ -39,6 +39,9 @@ class HostCoreAttention(torch.nn.Module):
     `DotProductAttention`; dropout is not supported.
     """
 
+    shares_prompts = True
+    """Packs may hold one copy of a prompt for several responses (`packed_seq_params.shared_prompts`)."""
+
     def __init__(self, config: Any, layer_number: int, *_args: Any, softmax_scale: float | None = None, **_kwargs: Any) -> None:
         super().__init__()
         if config.context_parallel_size > 1:
@@ -51,6 +54,9 @@ class HostCoreAttention(torch.nn.Module):
         """query [tokens, heads, dim], key and value [tokens, groups, dim] -> [tokens, heads * dim]."""
         if packed_seq_params is None:
             raise TrainerError("packed attention needs packed sequences", fix="pass packed_seq_params")
+        shared = getattr(packed_seq_params, "shared_prompts", None)
+        if shared is not None:
+            return self._attend_shared(shared, query, key, value)
         runs: tuple[Run, ...] | None = getattr(packed_seq_params, "runs", None)
         if runs is None:
             runs = packed_seq_params.runs = plan_runs(packed_seq_params.cu_seqlens_q)
@@ -58,6 +64,37 @@ class HostCoreAttention(torch.nn.Module):
         parts = zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
         outputs = [self._attend(run, q, k, v) for run, q, k, v in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_shared(self, shared: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Prompts attend to themselves, responses to their prompt and themselves; see `trainer.megatron.shared_prompts`."""
+        outputs, start = [], 0
+        for run in shared.prompts:
+            rows = slice(start, start + run.tokens)
+            start += run.tokens
+            outputs.append(self._attend(run, query[rows], key[rows], value[rows]))
+        for run in shared.responses:
+            rows = slice(run.start, run.start + run.count * run.length)
+            outputs.append(self._attend_response(run, query[rows], (key, key[rows]), (value, value[rows])))
+        if shared.padding:
+            rows = slice(len(query) - shared.padding, len(query))
+            outputs.append(self._attend(Run(shared.padding, shared.padding), query[rows], key[rows], value[rows]))
+        return torch.cat(outputs)
+
+    def _attend_response(self, run: Any, query: Tensor, key: tuple[Tensor, Tensor], value: tuple[Tensor, Tensor]) -> Tensor:
+        """query [count * length, heads, dim]; key and value as (all rows, own rows)."""
+
+        def whole(all_rows: Tensor, own: Tensor) -> Tensor:
+            shape = all_rows.shape[1:]
+            prompt = all_rows.index_select(0, run.prompt_rows).view(run.count, run.prompt_length, *shape)
+            return torch.cat((prompt, own.view(run.count, run.length, *shape)), dim=1).transpose(1, 2)
+
+        q = query.reshape(run.count, run.length, *query.shape[1:]).transpose(1, 2)
+        k, v = whole(*key), whole(*value)
+        seen = torch.ones(run.length, run.prompt_length + run.length, dtype=torch.bool).tril(run.prompt_length)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).reshape(query.shape[0], -1)
 
     def _attend(self, run: Run, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.reshape(-1, run.length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (query, key, value))

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+POSITIONS = "vime_positions"
+"""Attribute of `cu_seqlens` with every token's position, where segments are not whole sequences."""
+
 _KEPT = "_vime_rope"
 
 
@@ -28,8 +31,10 @@ def make_packed_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         cp_group: Any = None,
     ) -> Tensor:
         """t [tokens, heads, dim] -> the same shape, rotated by each token's position in its segment."""
+        known = hasattr(cu_seqlens, POSITIONS)
         plain = not rotary_interleaved and not multi_latent_attention and mscale == 1.0
-        if not plain or cp_group is None or cp_group.size() > 1 or freqs.size(0) == cu_seqlens[-1]:
+        alone = cp_group is not None and cp_group.size() == 1
+        if not known and not (plain and alone and freqs.size(0) != cu_seqlens[-1]):
             return original(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
         cosine, sine = _tables(cu_seqlens, freqs, t)
         size = freqs.shape[-1]
@@ -45,9 +50,10 @@ def _tables(cu_seqlens: Tensor, freqs: Tensor, like: Tensor) -> tuple[Tensor, Te
     """Cosine and sine [tokens, 1, size] of a pack. freqs [longest, 1, 1, size]."""
     kept = getattr(cu_seqlens, _KEPT, None)
     if kept is None or kept[0].dtype != like.dtype:
-        ends = cu_seqlens.long()
-        lengths = ends[1:] - ends[:-1]
-        positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends[:-1], lengths)
+        positions = getattr(cu_seqlens, POSITIONS, None)
+        if positions is None:
+            ends = cu_seqlens.long()
+            positions = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends[:-1], ends[1:] - ends[:-1])
         angles = freqs[:, 0].index_select(0, positions)
         kept = (torch.cos(angles).to(like.dtype), torch.sin(angles).to(like.dtype))
         setattr(cu_seqlens, _KEPT, kept)

@@ -58,35 +58,42 @@ def make_pack(sequences: Sequence[Sequence[int]], first_targets: Sequence[int], 
     No sequences make a pack of padding alone, so that a rank without work still takes part in every collective.
     Raises TrainerError for a token id outside the vocabulary.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     lengths = [len(sequence) for sequence in sequences]
     padding = -sum(lengths) % shape.alignment or (0 if lengths else shape.alignment)
     segments = torch.tensor([*lengths, padding] if padding else lengths)
-    ends = torch.zeros(len(segments) + 1, dtype=torch.int32)
-    ends[1:] = segments.cumsum(0)
-    starts = torch.repeat_interleave(ends[:-1].long(), segments)
     ids = torch.tensor([*chain.from_iterable(sequences), *[0] * padding], dtype=torch.long)
-    if int(ids.min()) < 0 or int(ids.max()) >= shape.vocab:
-        raise TrainerError(
-            f"token ids span {int(ids.min())} to {int(ids.max())}, but the vocabulary has {shape.vocab} entries",
-            fix="use the model's own tokenizer for data and rollout",
-        )
+    check_ids(ids, shape.vocab)
+    starts = torch.repeat_interleave(segments.cumsum(0) - segments, segments)
     positions = torch.arange(len(ids)) - starts
     first = torch.tensor([*first_targets, padding] if padding else list(first_targets))
     is_target = positions >= torch.repeat_interleave(first, segments)
     predicted = is_target.nonzero()[:, 0]
-    ends, longest = ends.to(shape.device), int(segments.max())
-    params = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
     return Pack(
         ids=ids[None].to(shape.device),
         positions=positions[None].to(shape.device),
-        params=params,
+        params=pack_params(segments.tolist(), longest=int(segments.max()), device=shape.device),
         rows=(predicted - 1).to(shape.device),
         targets=ids[predicted].to(shape.device),
     )
+
+
+def check_ids(ids: Tensor, vocab: int) -> None:
+    """Raise TrainerError unless all token ids are in the vocabulary."""
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise TrainerError(
+            f"token ids span {int(ids.min())} to {int(ids.max())}, but the vocabulary has {vocab} entries",
+            fix="use the model's own tokenizer for data and rollout",
+        )
+
+
+def pack_params(lengths: Sequence[int], *, longest: int, device: torch.device) -> Any:
+    """megatron-core's description of a pack of segments; positions in it are below `longest`."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    ends[1:] = torch.tensor(lengths).cumsum(0)
+    ends = ends.to(device)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def pack_samples(samples: Sequence[TrainSample], shape: PackShape) -> Pack:

@@ -29,6 +29,7 @@ from vime.trainer.megatron.packing import (
     target_tensors,
 )
 from vime.trainer.megatron.regions import tagged_tensors, total_bytes
+from vime.trainer.megatron.shared_prompts import arrange, pack_shared, saves_enough
 from vime.trainer.megatron.step import MicroBatch, Passes, Scores, finalize_unscaled, reduce_sums
 from vime.trainer.megatron.weights_view import WeightsView, drawn_source, folder_source
 from vime.trainer.runtime import DeviceRuntime
@@ -100,6 +101,8 @@ class MegatronWorker:
             chunk_rows=section.log_prob_chunk_tokens,
         )
         self._progress = Progress()
+        attention = self._setup.adaptation.core_attention
+        self._shares_prompts = attention is not None and getattr(attention.load(), "shares_prompts", False)
         self._shape = PackShape(ALIGNMENT * self._axes.tp_size, self._model.shape.vocab, self._device)
 
     def _register_memory(self) -> None:
@@ -129,7 +132,11 @@ class MegatronWorker:
 
     def _micro_batch(self, samples: Sequence[TrainSample], work: UpdateWork) -> tuple[Pack, MicroBatch]:
         check_samples(samples, self._algorithm)
-        pack = pack_samples(samples, self._shape)
+        if self._shares_prompts and samples and saves_enough(samples):
+            samples = arrange(samples)
+            pack = pack_shared(samples, self._shape)
+        else:
+            pack = pack_samples(samples, self._shape)
         return pack, MicroBatch(target_tensors(samples, algorithm=self._algorithm, work=work, device=self._device))
 
     def _with_old_log_probs(self, jobs: Sequence[tuple[Pack, MicroBatch]]) -> list[tuple[Pack, MicroBatch]]:
