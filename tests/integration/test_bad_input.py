@@ -132,3 +132,47 @@ def test_an_engine_that_never_answers_is_named(tmp_path: Path) -> None:
     output = fails(write_run(tmp_path, rollout={"start_timeout_s": 3.0}), within_s=60.0)
     assert "engine 0" in output or "trainer rank 0" in output
     assert "3 s" in output
+
+
+def test_a_stopped_engine_is_named_within_the_deadline(tmp_path: Path) -> None:
+    """SIGSTOP of an engine in mid-run: the run ends with an error that names it, and nothing stays behind."""
+    from runs import descendants, reached, start, wait_for
+
+    path = write_run(tmp_path, schedule={"num_steps": 500}, weights={"timeout_s": 4.0}, rollout={"request_timeout_s": 4.0})
+    process = start(path)
+    wait_for(lambda: reached(tmp_path / "run", 2), timeout_s=120, what="step 2")
+    family = descendants(process.pid)
+    cores = [p for p in family if "EngineCore" in p.name() or "EngineCore" in " ".join(p.cmdline())]
+    assert cores
+    stopped = time.monotonic()
+    for core in cores:
+        core.suspend()
+    assert process.wait(60) == 1
+    assert time.monotonic() - stopped < 45
+    assert "engine 0" in (tmp_path / "out.log").read_text()
+    time.sleep(1.0)
+    assert list(alive(family)) == []
+
+
+def test_a_tensor_altered_after_loading_stops_the_run(tmp_path: Path) -> None:
+    """A vLLM plugin spoils one weight after the second update: the bytes arrived whole, only the probe can see it."""
+    package = tmp_path / "site"
+    info = package / "spoil-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spoil\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nspoil = spoil_plugin:register\n")
+    (package / "spoil_plugin.py").write_text(
+        "from vime.weights import vllm_ext\n"
+        "updates = []\n"
+        "def spoil(model, *_):\n"
+        "    updates.append(1)\n"
+        "    if len(updates) == 2:\n"
+        "        dict(model.named_parameters())['model.layers.0.mlp.down_proj.weight'].data.add_(0.5)\n"
+        "def register():\n"
+        "    if spoil not in vllm_ext.post_update_hooks:\n"
+        "        vllm_ext.post_update_hooks.append(spoil)\n"
+    )
+    search = os.pathsep.join([str(package), environment()["PYTHONPATH"]])
+    output = fails(write_run(tmp_path), within_s=90.0, PYTHONPATH=search, VLLM_PLUGINS="spoil")
+    assert "probe" in output
+    assert "engine 0" in output

@@ -141,12 +141,23 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, forward)
     if not _wait(child, args.owner):
         end_tree(child.pid, segments=args.segments, grace_s=args.grace)
+        _reap()
         return 1
     code = child.wait()
     for pid in descendants(os.getpid()):
         if pid != os.getpid():
             end_tree(pid, grace_s=1.0)
+    _reap()
     return code if code >= 0 else 128 - code
+
+
+def _reap() -> None:
+    """Collect ended children: some containers have a first process that never does."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
 
 
 if __name__ == "__main__":

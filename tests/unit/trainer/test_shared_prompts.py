@@ -33,7 +33,11 @@ def test_layout_by_hand() -> None:
     assert pack.params.cu_seqlens_q.tolist() == [0, 2, 5, 7, 9, 10, 12, 16]
     shared = pack.params.shared_prompts
     assert [(r.length, r.tokens) for r in shared.prompts] == [(2, 2), (3, 3)]
-    assert [(r.prompt_length, r.length, r.count, r.start) for r in shared.responses] == [(2, 2, 2, 5), (3, 1, 1, 9), (3, 2, 1, 10)]
+    assert [(r.prompt_length, r.length, r.count, r.start) for r in shared.responses] == [
+        (2, 2, 2, 5),
+        (3, 1, 1, 9),
+        (3, 2, 1, 10),
+    ]
     first: ResponseRun = shared.responses[0]
     assert first.prompt_rows.tolist() == [0, 1, 0, 1]
     assert shared.padding == 4
