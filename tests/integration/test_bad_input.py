@@ -134,6 +134,7 @@ def test_an_engine_that_never_answers_is_named(tmp_path: Path) -> None:
     assert "3 s" in output
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_named_within_the_deadline(tmp_path: Path) -> None:
     """SIGSTOP of an engine in mid-run: the run ends with an error that names it, and nothing stays behind."""
     from runs import descendants, reached, start, wait_for

@@ -188,6 +188,7 @@ def test_layouts_give_the_same_first_step(finished: Path, tmp_path: Path, axes: 
     assert max(probed) < 1e-5
 
 
+@pytest.mark.slow
 def test_time_sharing_with_parking_changes_no_bit(finished: Path, tmp_path: Path) -> None:
     """With residency `park` the trainer leaves the device between steps; the run is the resident one."""
     share = [{"roles": ["actor", "rollout"], "mode": "time", "residency": "park"}]
