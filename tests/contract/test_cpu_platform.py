@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,8 @@ from vime.facts.transports import Edge, Relation, Side
 from vime.hooks.specs import RULES, hook_names
 from vime.platforms.discovery import discover
 from vime.platforms.lineage import Platform
-from vime.testing.recording import record
+from vime.testing.recording import read_trace, record
+from vime.testing.tiny_models import make_tiny_qwen3
 
 MODEL = ModelShape("qwen3", 2, 64, 4, 2, 32, 128, 320, True, 100_000, 256)
 
@@ -144,3 +148,19 @@ def test_calls_are_recorded(platform: Platform) -> None:
     recording = record(discover().platform("cpu"))
     recording.profiles()
     assert "vime_profiles" in recording.asked()
+
+
+def test_plan_and_doctor_ask_the_hooks_that_no_run_asks(tmp_path: Path) -> None:
+    model = make_tiny_qwen3(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1 + 1 =", "label": "2"}\n')
+    (tmp_path / "run.yaml").write_text(
+        f"run: {{dir: {tmp_path / 'run'}}}\nmodel: {{path: {model}}}\ndata: {{path: {tmp_path / 'prompts.jsonl'}}}\n"
+        "schedule: {num_steps: 1}\n"
+    )
+    trace = tmp_path / "trace.jsonl"
+    env = {**os.environ, "VIME_TRACE_PLUGINS": str(trace)}
+    for words in (["plan", str(tmp_path / "run.yaml")], ["doctor", "--record", str(tmp_path / "host.json")]):
+        done = subprocess.run([sys.executable, "-m", "vime.cli.main", *words], env=env, capture_output=True, text=True)
+        assert "Traceback" not in done.stderr, done.stderr
+    asked = {call.hook for call in read_trace(trace)}
+    assert {"vime_profiles", "vime_doctor_checks", "vime_fixture"} <= asked

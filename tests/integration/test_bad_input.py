@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runs import alive, environment, write_run
+from live_runs import alive, environment, write_run
 
 SECONDS = 20.0
 
@@ -137,7 +137,7 @@ def test_an_engine_that_never_answers_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_stopped_engine_is_named_within_the_deadline(tmp_path: Path) -> None:
     """SIGSTOP of an engine in mid-run: the run ends with an error that names it, and nothing stays behind."""
-    from runs import descendants, reached, start, wait_for
+    from live_runs import descendants, reached, start, wait_for
 
     path = write_run(tmp_path, schedule={"num_steps": 500}, weights={"timeout_s": 4.0}, rollout={"request_timeout_s": 4.0})
     process = start(path)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +16,10 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from runs import (
+from vime.hooks.specs import RULES
+from vime.testing.recording import read_trace
+
+from live_runs import (
     alive,
     comparable,
     descendants,
@@ -29,8 +34,6 @@ from runs import (
     wait_for,
     write_run,
 )
-from vime.hooks.specs import RULES
-from vime.testing.recording import read_trace
 
 KEPT_STEPS = 6
 
@@ -68,8 +71,6 @@ def test_the_probe_passes_after_every_checked_sync(finished: Path) -> None:
 
 
 def test_report_of_the_run(finished: Path) -> None:
-    import subprocess
-
     command = [sys.executable, "-m", "vime.cli.main", "report", str(finished / "run"), "--json"]
     summary = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment()).stdout)
     assert summary["steps"] == KEPT_STEPS
@@ -206,3 +207,18 @@ def test_time_sharing_with_parking_changes_no_bit(finished: Path, tmp_path: Path
 def test_nothing_is_left_after_a_run(finished: Path) -> None:
     mine = [p for p in psutil.process_iter(["cmdline"]) if str(finished) in " ".join(p.info["cmdline"] or [])]
     assert mine == []
+
+
+@pytest.mark.slow
+def test_the_quick_start_learns() -> None:
+    """The whole quick start in this checkout; what it made before is reused."""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, root / "examples/quickstart/quickstart.py"], capture_output=True, text=True, cwd=root
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    last = done.stdout.strip().splitlines()[-1]
+    found = re.match(r"quickstart: held-out accuracy ([\d.]+) -> ([\d.]+) \(sampled\), ([\d.]+) -> ([\d.]+) \(greedy\)", last)
+    assert found is not None, last
+    before, after, *_ = map(float, found.groups())
+    assert after - before >= 0.12

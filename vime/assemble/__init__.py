@@ -1,5 +1,5 @@
 """From a configuration and a plan to a running loop: the only place that knows which class plays which role."""
 
-from vime.assemble.system import Start, run
+from vime.assemble.system import Order, Start, run
 
-__all__ = ["Start", "run"]
+__all__ = ["Order", "Start", "run"]

@@ -12,7 +12,7 @@ from typing import Any
 from vime.assemble import setups
 from vime.cluster.checkpoints import TRAINER, RunCheckpoints
 from vime.cluster.fleet import EngineFleet, FleetRules
-from vime.cluster.launch import Placement, demand, engine_actors, rollout_workers, start_trainer
+from vime.cluster.launch import Placement, Plugins, demand, engine_actors, rollout_workers, start_trainer
 from vime.cluster.links import RolloutWorkerLink, TrainerLink
 from vime.cluster.memory_role import Parked, Resident
 from vime.cluster.session import RaySession, restore_signals
@@ -63,10 +63,20 @@ class Start:
         return self.snapshot.state if self.snapshot else None
 
 
-async def run(config: Config, plan: Plan, recorder: Recorder, start: Start) -> None:
+@dataclass(frozen=True)
+class Order:
+    """A run to be made: checked configuration, its plan, the plugins that the driver resolved, where to begin."""
+
+    config: Config
+    plan: Plan
+    plugins: Plugins
+    start: Start
+
+
+async def run(order: Order, recorder: Recorder) -> None:
     """Start every process, train, save, end every process. The error of any part surfaces unchanged."""
     async with AsyncExitStack() as stack:
-        system = await launch(config, plan, recorder, start, stack)
+        system = await launch(order, recorder, stack)
         roles = Roles(system)
         async with supervision(roles):
             await train(timed_run(roles.run(), recorder))
@@ -87,8 +97,9 @@ class System:
     fleet: EngineFleet | None
 
 
-async def launch(config: Config, plan: Plan, recorder: Recorder, start: Start, stack: AsyncExitStack) -> System:
+async def launch(order: Order, recorder: Recorder, stack: AsyncExitStack) -> System:
     """Start Ray, then trainer, engines and rollout workers side by side. What was started ends with the stack."""
+    config, plan, start = order.config, order.plan, order.start
     keys = setups.Keys.draw()
     for path in sweep_segments("vime-").removed:
         recorder.event("segment_removed", f"{path} was left by a process that is gone")
@@ -99,13 +110,14 @@ async def launch(config: Config, plan: Plan, recorder: Recorder, start: Start, s
     session.require(demand(plan))
     placement = Placement(plan)
     await placement.reserve()
-    fleet = _fleet(config, plan, placement, recorder, keys) if plan.engines else None
+    fleet = _fleet(order, placement, recorder, keys) if plan.engines else None
     if fleet is not None:
         stack.push_async_callback(fleet.stop)
     worker_setups = setups.worker_setups(config, keys, sampled=fleet is not None)
     workers = rollout_workers(SAMPLER if fleet else SUPERVISED, worker_setups)
     timeout_s = plan.start_timeout_s
-    starting: list[Any] = [start_trainer(plan, placement, setups.trainer_setups(config, plan), timeout_s=timeout_s)]
+    trainer_setups = setups.trainer_setups(config, plan)
+    starting: list[Any] = [start_trainer(plan, placement, trainer_setups, plugins=order.plugins, timeout_s=timeout_s)]
     starting += [asyncio.gather(*(w.start() for w in workers)), *([fleet.start()] if fleet else [])]
     (trainer, _), infos, *_ = await asyncio.gather(*starting)
     stack.push_async_callback(_close, trainer, workers)
@@ -119,9 +131,10 @@ async def launch(config: Config, plan: Plan, recorder: Recorder, start: Start, s
     return System(config, plan, recorder, start, trainer, workers, infos[0], fleet)
 
 
-def _fleet(config: Config, plan: Plan, placement: Placement, recorder: Recorder, keys: setups.Keys) -> EngineFleet:
+def _fleet(order: Order, placement: Placement, recorder: Recorder, keys: setups.Keys) -> EngineFleet:
+    config, plan = order.config, order.plan
     specs = setups.engine_specs(config, plan, keys)
-    actors = engine_actors(plan, placement, specs, segments=keys.segments)
+    actors = engine_actors(plan, placement, specs, plugins=order.plugins, segments=keys.segments)
     rules = FleetRules(
         run_token=keys.run_token,
         api_key=keys.api_key,

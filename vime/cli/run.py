@@ -72,11 +72,11 @@ def train(prepared: Prepared, *, resume: bool) -> int:
 
 async def _supervised(prepared: Prepared, recorder: Any, beginning: Beginning) -> int:
     """Run until done; SIGINT and SIGTERM end the run in order, with every process it started."""
-    from vime.assemble import Start, run
+    from vime.assemble import Order, Start, run
 
-    task = asyncio.ensure_future(
-        run(prepared.config, prepared.plan, recorder, Start(beginning.incarnation, beginning.snapshot))
-    )
+    start = Start(beginning.incarnation, beginning.snapshot)
+    order = Order(prepared.config, prepared.plan, prepared.plugins.resolved(), start)
+    task = asyncio.ensure_future(run(order, recorder))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vime.cluster.guardian import guardian_command
+from vime.platforms.discovery import ResolvedPlugin, impose
 from vime.rollout.engine import EngineServer, EngineSpec
 
 
@@ -21,7 +23,10 @@ class EngineAddress:
 class EngineProcess:
     """Starts, watches and restarts one engine server."""
 
-    def __init__(self, spec: EngineSpec, *, start_timeout_s: float, segments: str) -> None:
+    def __init__(
+        self, spec: EngineSpec, plugins: Sequence[ResolvedPlugin] = (), *, start_timeout_s: float, segments: str
+    ) -> None:
+        impose(plugins)
         self._spec = replace(spec, command_prefix=guardian_command(segments=segments))
         self._timeout_s = start_timeout_s
         self._server: EngineServer | None = None

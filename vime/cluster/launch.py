@@ -18,8 +18,12 @@ from vime.cluster.trainer_process import TrainerInfo, TrainerProcess
 from vime.errors import PlacementError
 from vime.facts.process import Factory, RolePlacement, Slot
 from vime.planning.plan import Plan, pool_of
+from vime.platforms.discovery import ResolvedPlugin
 from vime.rollout.engine import EngineSpec
 from vime.trainer.setup import TrainerSetup
+
+Plugins = tuple[ResolvedPlugin, ...]
+"""What the driver resolved; every process refuses to start with other ones."""
 
 SHARE = 0.45
 """Part of a device's Ray resource that one of two roles takes when they share it by time."""
@@ -95,13 +99,13 @@ async def _ready(group: PlacementGroup) -> None:
 
 
 async def start_trainer(
-    plan: Plan, placement: Placement, setups: Sequence[TrainerSetup], *, timeout_s: float
+    plan: Plan, placement: Placement, setups: Sequence[TrainerSetup], *, plugins: Plugins, timeout_s: float
 ) -> tuple[TrainerLink, list[TrainerInfo]]:
     """Start every rank and wait until the model is built. Raises TrainerError or DeadlineError naming the rank."""
     actor_class = ray.remote(TrainerProcess)
     role = plan.actor
     actors = [
-        actor_class.options(**placement.options(role.pool, role.request.placement, rank, role.env)).remote(setup)
+        actor_class.options(**placement.options(role.pool, role.request.placement, rank, role.env)).remote(setup, plugins)
         for rank, setup in enumerate(setups)
     ]
     link = TrainerLink(actors)
@@ -109,12 +113,14 @@ async def start_trainer(
     return link, await link.all("start", address, port, timeout_s=timeout_s)
 
 
-def engine_actors(plan: Plan, placement: Placement, specs: Sequence[EngineSpec], *, segments: str) -> list[Any]:
+def engine_actors(
+    plan: Plan, placement: Placement, specs: Sequence[EngineSpec], *, plugins: Plugins, segments: str
+) -> list[Any]:
     """One engine host a planned engine; the servers are started by the fleet."""
     actor_class = ray.remote(EngineProcess)
     return [
         actor_class.options(**placement.options(e.pool, e.request.placement, 0, {})).remote(
-            spec, start_timeout_s=plan.start_timeout_s, segments=segments
+            spec, plugins, start_timeout_s=plan.start_timeout_s, segments=segments
         )
         for e, spec in zip(plan.engines, specs, strict=True)
     ]

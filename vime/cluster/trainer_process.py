@@ -11,6 +11,7 @@ from typing import Any
 from vime.cluster.payload import RankWork, resolve
 from vime.facts.memory import Tag
 from vime.facts.process import Factory
+from vime.platforms.discovery import ResolvedPlugin, impose
 from vime.trainer.setup import TrainerSetup
 from vime.types import Sample, TrainSample
 from vime.weights.transports.base import TransferContext
@@ -39,7 +40,8 @@ class TransferSetup:
 class TrainerProcess:
     """Runs as a Ray actor. Every method is called on all ranks at once and in the same order."""
 
-    def __init__(self, setup: TrainerSetup) -> None:
+    def __init__(self, setup: TrainerSetup, plugins: Sequence[ResolvedPlugin] = ()) -> None:
+        impose(plugins)
         self._setup = setup
         self._half: Any = None
         self._streams = False

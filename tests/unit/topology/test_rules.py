@@ -33,10 +33,11 @@ TRAIN8 = {"kind": "train", "devices": 8}
 
 
 def test_the_shipped_topologies_load_and_say_who_sits_where() -> None:
-    assert shipped_names() == ("cpu-colocate", "cpu-disaggregated", "cpu-train")
+    assert shipped_names() == ("cpu-colocate", "cpu-disaggregated", "cpu-one-ahead", "cpu-train")
     roles = {name: [(r.name, r.devices, r.engines) for r in load_topology(name).roles] for name in shipped_names()}
     assert roles["cpu-colocate"] == [("actor", 1, 1), ("rollout", 1, 1)]
     assert roles["cpu-disaggregated"] == [("actor", 1, 1), ("rollout", 2, 2)]
+    assert roles["cpu-one-ahead"] == [("actor", 1, 1), ("rollout", 1, 1)]
     assert roles["cpu-train"] == [("actor", 1, 1)]
     for name in shipped_names():
         assert load_topology(name).topology.name == name
