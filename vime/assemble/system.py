@@ -179,6 +179,21 @@ async def supervision(roles: Roles) -> AsyncIterator[None]:
         await publisher.close()
 
 
+@dataclass(frozen=True)
+class _Repair:
+    """The fleet as publishing sees it."""
+
+    fleet: EngineFleet
+    publisher: Publisher
+
+    @property
+    def replaced(self) -> int:
+        return self.fleet.replaced
+
+    async def mend(self) -> int:
+        return await self.fleet.mend(self.publisher)
+
+
 @dataclass
 class Roles:
     """Builds the roles of one run over its processes."""
@@ -292,7 +307,7 @@ class Roles:
             SyncRules(start, self.system.config.weights),
             settle=self.evaluation.settle,
             memory=self.memory,
-            mend=lambda: fleet.mend(publisher),
+            repair=_Repair(fleet, publisher),
             report=self._synced,
         )
 

@@ -50,6 +50,7 @@ class EngineFleet:
         self._event = on_event
         self._addresses: list[EngineAddress] = []
         self._restarts = 0
+        self._replaced = 0
         self._controls: list[EngineControl] = []
         self._mending = asyncio.Lock()
 
@@ -86,12 +87,17 @@ class EngineFleet:
                 await self._router.restart(self._rules.start_timeout_s)
 
     async def mend(self, admission: Admission) -> int:
-        """Replace every engine that is dead now; returns how many were."""
+        """Replace every engine that is dead now; returns how many were replaced since the start of the run."""
         async with self._mending:
-            dead = [index for index, lives in enumerate(await self._alive()) if not lives]
-            for index in dead:
-                await self._replace(index, admission)
-            return len(dead)
+            for index, lives in enumerate(await self._alive()):
+                if not lives:
+                    await self._replace(index, admission)
+            return self._replaced
+
+    @property
+    def replaced(self) -> int:
+        """Engines replaced so far."""
+        return self._replaced
 
     async def _replace(self, index: int, admission: Admission) -> None:
         old = self._addresses[index]
@@ -110,6 +116,7 @@ class EngineFleet:
         await self._router.add_worker(new.url)
         await self._controls[index].close()
         self._addresses[index], self._controls[index] = new, control
+        self._replaced += 1
         self._event("engine_restarted", f"{new.name} serves again at {new.url}")
 
     async def _quietly(self, call: Awaitable[None]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from vime.cluster.memory_role import TrainerMemory
 from vime.config.schema import WeightsSection
@@ -24,11 +25,20 @@ class SyncRules:
     section: WeightsSection
 
 
+class Repair(Protocol):
+    """Replaces dead engines; `mend` returns the count that `replaced` then has."""
+
+    @property
+    def replaced(self) -> int: ...
+
+    async def mend(self) -> int: ...
+
+
 class Publishing:
     """Publishes the trainer's weights after every step.
 
-    `settle` is awaited before: an evaluation in progress sees one version. `mend` replaces dead engines and says how many
-    there were. Requests that come meanwhile wait in the engines' gates. `report` gets each result.
+    `settle` is awaited before: an evaluation in progress sees one version. `repair` replaces dead
+    engines. Requests that come meanwhile wait in the engines' gates. `report` gets each result.
     """
 
     def __init__(
@@ -38,7 +48,7 @@ class Publishing:
         *,
         settle: Callable[[], Awaitable[None]],
         memory: TrainerMemory,
-        mend: Callable[[], Awaitable[int]],
+        repair: Repair,
         report: Callable[[SyncReport], None],
     ) -> None:
         self._publisher = publisher
@@ -46,7 +56,7 @@ class Publishing:
         self._next = rules.first
         self._settle = settle
         self._memory = memory
-        self._mend = mend
+        self._repair = repair
         self._report = report
         self._count = 0
 
@@ -65,16 +75,18 @@ class Publishing:
     async def _attempt(self, version: PolicyVersion, *, fingerprint: bool, probe: bool) -> SyncReport:
         """Publish; where an engine died on the way, publish again once it is replaced. Other failures surface."""
         while True:
+            replaced = self._repair.replaced
             try:
                 return await self._publisher.publish(version, fingerprint=fingerprint, probe=probe)
             except (EngineError, WeightSyncError, DeadlineError) as error:
-                if not await self._mended(DEATH_NOTICE_S if isinstance(error, EngineError) else 0.0):
+                patience_s = DEATH_NOTICE_S if isinstance(error, EngineError) else 0.0
+                if not await self._repaired(replaced, patience_s):
                     raise
 
-    async def _mended(self, patience_s: float) -> bool:
-        """Whether a dead engine was replaced. A connection breaks a moment before the process counts as dead."""
+    async def _repaired(self, before: int, patience_s: float) -> bool:
+        """Whether an engine was replaced since. A connection breaks a moment before the process counts as dead."""
         deadline = asyncio.get_running_loop().time() + patience_s
-        while not await self._mend():
+        while await self._repair.mend() == before:
             if asyncio.get_running_loop().time() >= deadline:
                 return False
             await asyncio.sleep(0.2)

@@ -1,0 +1,96 @@
+"""Publishing survives the death of an engine, whoever replaces it, and gives up on everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from vime.cluster import sync_role
+from vime.cluster.sync_role import Publishing, SyncRules
+from vime.config.schema import WeightsSection
+from vime.errors import DeadlineError, EngineError, ProbeError
+from vime.types import PolicyVersion
+from vime.weights.protocol import SyncReport
+
+
+@dataclass
+class Publisher:
+    """Raises what `failures` holds, one a call, then succeeds."""
+
+    failures: list[Exception]
+    calls: list[tuple[str, bool, bool]] = field(default_factory=list)
+
+    async def publish(self, version: PolicyVersion, *, fingerprint: bool, probe: bool) -> SyncReport:
+        self.calls.append((str(version), fingerprint, probe))
+        if self.failures:
+            raise self.failures.pop(0)
+        return SyncReport(version, {}, 0)
+
+
+@dataclass
+class Repair:
+    """`notices` calls pass before a dead engine counts as dead."""
+
+    notices: int
+    replaced: int = 0
+
+    async def mend(self) -> int:
+        self.notices -= 1
+        if self.notices == 0:
+            self.replaced += 1
+        return self.replaced
+
+
+class Memory:
+    async def to_train(self) -> None: ...
+    async def to_publish(self) -> None: ...
+    async def to_serve(self) -> None: ...
+
+
+async def nothing() -> None: ...
+
+
+def publishing(publisher: Publisher, repair: Any) -> Publishing:
+    rules = SyncRules(PolicyVersion(1, 4), WeightsSection())
+    return Publishing(publisher, rules, settle=nothing, memory=Memory(), repair=repair, report=lambda _: None)  # type: ignore[arg-type]
+
+
+async def test_versions_and_checks_follow_one_another() -> None:
+    publisher = Publisher([])
+    role = publishing(publisher, Repair(0))
+    assert [str(await role.publish()) for _ in range(5)] == ["1.4", "1.5", "1.6", "1.7", "1.8"]
+    assert publisher.calls[:4] == [("1.4", True, True), ("1.5", True, True), ("1.6", True, True), ("1.7", False, False)]
+
+
+@pytest.mark.parametrize("notices", [1, 3])
+async def test_an_engine_that_dies_is_waited_for(notices: int) -> None:
+    publisher = Publisher([EngineError("engine 1: connection reset")])
+    assert await publishing(publisher, Repair(notices)).publish() == PolicyVersion(1, 4)
+    assert [call[0] for call in publisher.calls] == ["1.4", "1.4"]
+
+
+async def test_an_engine_that_somebody_else_replaced_meanwhile_counts() -> None:
+    repair = Repair(0)
+
+    class Watched(Publisher):
+        async def publish(self, version: PolicyVersion, *, fingerprint: bool, probe: bool) -> SyncReport:
+            repair.replaced += bool(self.failures)
+            return await super().publish(version, fingerprint=fingerprint, probe=probe)
+
+    assert await publishing(Watched([EngineError("gone")]), repair).publish() == PolicyVersion(1, 4)
+
+
+@pytest.mark.parametrize("error", [ProbeError("differs"), DeadlineError("engine 0: no answer")])
+async def test_other_failures_surface_at_once(error: Exception) -> None:
+    publisher = Publisher([error])
+    with pytest.raises(type(error)):
+        await publishing(publisher, Repair(0)).publish()
+    assert len(publisher.calls) == 1
+
+
+async def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_role, "DEATH_NOTICE_S", 0.3)
+    with pytest.raises(EngineError, match="gone"):
+        await publishing(Publisher([EngineError("gone")]), Repair(0)).publish()
