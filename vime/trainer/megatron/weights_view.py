@@ -99,17 +99,15 @@ class WeightsView:
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of this stage in manifest order; a collective over the tensor-parallel ranks.
 
-        On an accelerator a tensor may be a view of a parameter: copy it before the next update. On a host it never is,
-        because a numpy view of a parameter's storage would keep that storage from ever being freed. The copy of a tied
-        tensor is left out.
+        A tensor may be a view of a parameter: copy it before the next update, and never take `.numpy()` of it, which would
+        keep the parameter's storage from ever being freed. The copy of a tied tensor is left out.
         """
         for entry in self.entries():
             if entry.is_copy:
                 continue
-            whole = self._gathered(entry)
-            if whole.device.type == "cpu" and whole.untyped_storage().data_ptr() == entry.param.untyped_storage().data_ptr():
-                whole = whole.clone()
-            yield from zip(entry.names, _parted(whole, entry.row.join, entry.shapes, self._model.shape), strict=True)
+            yield from zip(
+                entry.names, _parted(self._gathered(entry), entry.row.join, entry.shapes, self._model.shape), strict=True
+            )
 
     def _gathered(self, entry: Entry) -> Tensor:
         own, row, size = entry.param.detach(), entry.row, self._axes.tp_size

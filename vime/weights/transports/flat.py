@@ -39,7 +39,8 @@ class FlatImage:
             self._views[name].copy_(tensor)
             written.add(name)
             if fingerprint:
-                digests[name] = digest(tensor)
+                # The digest reads through numpy, which must not get hold of a parameter's own storage.
+                digests[name] = digest(tensor.clone())
         info: dict[str, Any] = {"tensors": len(written)}
         if fingerprint:
             info["digests"] = digests
