@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -77,30 +78,38 @@ def _signal(recorded: Iterable[int], number: int) -> None:
             continue
 
 
-def end_tree(root: int, *, segments: str = "", grace_s: float = 5.0) -> None:
-    """End `root` and its descendants: first politely the root, then whatever is left; then remove their segments.
+def end_family(first: int, *, segments: str = "", grace_s: float = 5.0) -> None:
+    """End everything below this process: `first` politely, then whatever is left; then remove their segments.
 
-    The tree is looked at again until nothing new appears, since a dying parent may still start children.
+    Orphans become our children, so the family is what descends from this process. It is looked at again and again, since
+    a dying parent may still start children or leave some behind.
     """
-    recorded = descendants(root)
+    recorded = _family()
     paths = set(_mapped_segments(recorded))
-    _signal([root], signal.SIGTERM)
+    _signal([first], signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and root in still_running(recorded):
-        recorded |= {p: s for known in list(still_running(recorded)) for p, s in descendants(known).items()}
+    while time.monotonic() < deadline and first in still_running(recorded):
+        recorded |= _family()
         time.sleep(0.05)
-    paths |= set(_mapped_segments(still_running(recorded)))
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number, patience_s in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 2.0), (signal.SIGKILL, 2.0)):
+        recorded |= _family()
         alive = still_running(recorded)
-        alive |= {p: s for known in alive for p, s in descendants(known).items()}
-        recorded |= alive
+        paths |= set(_mapped_segments(alive))
         _signal(alive, number)
-        deadline = time.monotonic() + (1.0 if number == signal.SIGTERM else 5.0)
-        while still_running(recorded) and time.monotonic() < deadline:
+        deadline = time.monotonic() + patience_s
+        while (still_running(recorded) or _family()) and time.monotonic() < deadline:
+            recorded |= _family()
             time.sleep(0.02)
     named = SHARED_MEMORY.glob(f"{segments}*") if segments else ()
     for path in {*paths, *named}:
         path.unlink(missing_ok=True)
+
+
+def _family() -> dict[int, int]:
+    """Everything below this process now."""
+    found = descendants(os.getpid())
+    found.pop(os.getpid(), None)
+    return found
 
 
 def _wait(child: subprocess.Popen[bytes], owner: int) -> bool:
@@ -131,7 +140,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv[:split])
     # Orphans of the command become our children, so that nothing below it can be lost sight of.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    child = subprocess.Popen(argv[split + 1 :])
+    child = subprocess.Popen(argv[split + 1 :], preexec_fn=_end_with_guardian)  # noqa: PLW1509 - one thread
 
     def forward(number: int, _frame: object) -> None:
         if child.poll() is None:
@@ -140,15 +149,19 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, forward)
     if not _wait(child, args.owner):
-        end_tree(child.pid, segments=args.segments, grace_s=args.grace)
+        end_family(child.pid, segments=args.segments, grace_s=args.grace)
         _reap()
         return 1
     code = child.wait()
-    for pid in descendants(os.getpid()):
-        if pid != os.getpid():
-            end_tree(pid, grace_s=1.0)
+    if leftover := _family():
+        end_family(min(leftover), grace_s=1.0)
     _reap()
     return code if code >= 0 else 128 - code
+
+
+def _end_with_guardian() -> None:
+    """In the new process: should the guardian itself be killed (Ray kills the children of a worker that exits), be told."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _reap() -> None:

@@ -84,3 +84,39 @@ def test_sigterm_is_passed_on() -> None:
     assert process.stdout.readline() == "up\n"
     process.terminate()
     assert process.wait(10) == 5
+
+
+def test_orphans_of_a_running_command_go_with_it_when_the_owner_dies() -> None:
+    """A grandchild whose parent has ended is nobody's descendant but the guardian's."""
+    middle = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True)"
+    family = (
+        "import subprocess, sys, time;"
+        f"subprocess.run([sys.executable, '-c', {middle!r}], stdout=open('{SHARED_MEMORY}/{PREFIX}-pid', 'w'));"
+        "time.sleep(60)"
+    )
+    owner = owner_of(family)
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    note = Path(f"{SHARED_MEMORY}/{PREFIX}-pid")
+    deadline = time.monotonic() + 10
+    while not (note.exists() and note.read_text().strip()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    orphan = int(note.read_text())
+    time.sleep(0.2)
+    recorded = {orphan: descendants(orphan)[orphan]}
+    owner.kill()
+    owner.wait()
+    assert wait_gone(recorded, 10)
+
+
+def test_the_command_ends_when_its_guardian_is_killed() -> None:
+    guardian = subprocess.Popen([*guardian_command(), "sleep", "60"], start_new_session=True)
+    deadline = time.monotonic() + 10
+    while len(descendants(guardian.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    family = descendants(guardian.pid)
+    assert len(family) == 2
+    guardian.kill()
+    guardian.wait()
+    assert wait_gone(family, 5)
