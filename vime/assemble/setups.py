@@ -121,6 +121,7 @@ def worker_setups(config: Config, keys: Keys, *, sampled: bool) -> Sequence[Any]
         reward=config.reward,
         evaluation=config.evaluation.sets,
         api_key=keys.api_key,
+        seeded=config.run.deterministic,
         samples_file=config.run.dir / layout.SAMPLES,
         samples_per_step=config.observe.samples_per_step,
     )

@@ -59,10 +59,13 @@ class SamplingSection(Section):
         return value
 
 
+DEFAULT_ROLLOUT = "vime.rollout.vllm_rollout.VllmRollout"
+
+
 class RolloutSection(Section):
     """Sampling for training: what a batch is and how engines are driven."""
 
-    function: str = Field(default="vime.rollout.vllm_rollout.generate_rollout", description="Replaces the whole rollout.")
+    function: str = Field(default=DEFAULT_ROLLOUT, description="The whole rollout; so far only the default can be chosen.")
     batch_size: Count = Field(default=32, description="Groups (prompts) in a step.")
     group_size: Count = Field(default=8, description="Responses to a prompt.")
     sampling: SamplingSection = SamplingSection()
@@ -79,6 +82,13 @@ class RolloutSection(Section):
         default_factory=dict, description="Passed to the engine: vLLM argument names with underscores."
     )
     router: dict[str, Any] = Field(default_factory=dict, description="Passed to vllm-router.")
+
+    @field_validator("function")
+    @classmethod
+    def _only_default(cls, value: str) -> str:
+        if value != DEFAULT_ROLLOUT:
+            raise ValueError(f"a rollout of your own cannot be plugged in yet; leave it out or write {DEFAULT_ROLLOUT}")
+        return value
 
     @model_validator(mode="after")
     def _positive_temperature(self) -> RolloutSection:
@@ -149,7 +159,6 @@ class TrainerSection(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     threads: Count = Field(default=1, description="Host threads of a trainer rank.")
     step_timeout_s: Seconds = 1800.0
-    max_restarts: NonNegative = Field(default=2, description="Restarts of the trainer group in one step.")
     megatron: dict[str, Any] = Field(default_factory=dict, description="Passed to megatron-core's transformer config.")
 
 

@@ -24,7 +24,10 @@ LINGER_S = 0.03
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """Everything a rollout worker needs to know. `samples_file` None: no samples are kept for reading."""
+    """Everything a rollout worker needs to know.
+
+    With `seeded` every request has a seed of its own. `samples_file` None: no samples are kept for reading.
+    """
 
     seed: int
     model_path: Path
@@ -33,6 +36,7 @@ class WorkerSetup:
     reward: RewardSection
     evaluation: tuple[EvaluationSet, ...] = ()
     api_key: str | None = None
+    seeded: bool = True
     samples_file: Path | None = None
     samples_per_step: int = 0
 
@@ -154,7 +158,8 @@ class RolloutWorker:
     async def _sample_group(self, prompt_id: PromptId) -> Outcome:
         rollout, prompt = self._setup.rollout, self._prompts.rows[prompt_id.row]
         size = rollout.group_size
-        seed = seed_for(self._setup.seed, prompt_id.group, prompt_id.attempt, group_size=size)
+        seeded = self._setup.seeded
+        seed = seed_for(self._setup.seed, prompt_id.group, prompt_id.attempt, group_size=size) if seeded else None
         generation = await self._generate(prompt, rollout.sampling, n=size, seed=seed, request_id=f"g{prompt_id.group}")
         samples, counts = await self._score(prompt, generation)
         if len(samples) < size:
