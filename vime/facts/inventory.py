@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Tri(StrEnum):
@@ -17,7 +18,12 @@ class Tri(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator, or one virtual slot of a host."""
+    """One accelerator, or one virtual slot of a host.
+
+    `index` is the vendor's number on this node, before any mask. `arch` is the instruction set (as compilers name it).
+    `partition` says of which part of a chip this is, None for a whole one: training refuses partitions and prints the text.
+    `health` other than `ok` is why no role may use the device.
+    """
 
     index: int
     uuid: str
@@ -27,6 +33,7 @@ class Device:
     pci_bus: str | None = None
     partition: str | None = None
     health: str = "ok"
+    arch: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,10 @@ class FabricDomain:
 
 @dataclass(frozen=True, slots=True)
 class NodeInventory:
-    """One node. `software` maps a process role (trainer, engine, router) to its packages and versions."""
+    """One node. `software` maps a process role (trainer, engine, router) to its packages and versions.
+
+    `vendor` holds further facts as JSON values, for the platform that read them and its children; the core never reads it.
+    """
 
     hostname: str
     platform: str
@@ -75,11 +85,16 @@ class NodeInventory:
     software: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     virtual: bool = False
     """The devices are slots that a topology creates, not hardware: any number of them may be asked for."""
+    vendor: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """A nominal device, so that a plan needs no machine. `devices_per_node` is None where the topology decides."""
+    """A nominal device, so that a plan needs no machine. `devices_per_node` is None where the topology decides.
+
+    `arch` is the host's processor, `device_arch` the device's instruction set. `numa_nodes` of a node share its devices
+    evenly. `domain_devices` reach each other at scale-up speed; more of them than a node has make a fabric over nodes.
+    """
 
     name: str
     platform: str
@@ -90,3 +105,5 @@ class DeviceProfile:
     domain_devices: int | None = None
     virtual: bool = False
     provenance: str = "spec"
+    device_arch: str | None = None
+    numa_nodes: int = 1

@@ -98,11 +98,18 @@ class RoleRequest:
 
 
 class EnvMode(StrEnum):
-    """default: the user's value wins. require: another value is an error. forbid: this value is an error."""
+    """default: the user's value wins. require: another value is an error. forbid: this value is an error.
+
+    Two modes are for variables that hold a comma list of `option:value`, from the user or from the machine's own
+    environment: `option` puts one in (in place of another value of it), `without` takes the named option out. The other
+    options stay.
+    """
 
     DEFAULT = "default"
     REQUIRE = "require"
     FORBID = "forbid"
+    OPTION = "option"
+    WITHOUT = "without"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +149,8 @@ class MegatronAdaptation:
 
     Factories build classes or callables: `norm` and `core_attention` replace spec modules, `optimizer` is a fused
     Adam with Apex's contract. None keeps megatron-core's own. `overrides` go over the derived transformer config.
+    `fp8_recipe` names the scaling recipe that is native to the hardware. `limits` are known faults, as
+    `condition -> what happens`.
     """
 
     norm: Factory | None = None
@@ -151,6 +160,8 @@ class MegatronAdaptation:
     overrides: Mapping[str, Override] = field(default_factory=dict)
     checkpoint_formats: tuple[str, ...] = ("torch_dist",)
     async_save: bool = False
+    fp8_recipe: str | None = None
+    limits: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

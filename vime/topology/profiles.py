@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vime.facts.inventory import Device, DeviceProfile, NodeInventory
+from vime.facts.inventory import Device, DeviceProfile, FabricDomain, NodeInventory, NumaNode, Tri
 from vime.topology.model import MAX_DEVICES, Pool
 from vime.topology.rules import place_of, rule_error
 from vime.yamltree import Node, did_you_mean
@@ -42,20 +42,35 @@ def node_sizes(name: str, pool: Pool, *, default: int | None, demand: int, tree:
 def nominal_nodes(name: str, pool: Pool, profile: DeviceProfile, *, demand: int, tree: Node) -> tuple[NodeInventory, ...]:
     """Nodes as a profile describes them."""
     sizes = node_sizes(name, pool, default=profile.devices_per_node, demand=demand, tree=tree)
+    return tuple(_nominal_node(name, index, size, profile) for index, size in enumerate(sizes))
+
+
+def _nominal_node(name: str, index: int, size: int, profile: DeviceProfile) -> NodeInventory:
+    homes = min(profile.numa_nodes, size)
     blank = NodeInventory(
-        hostname="",
+        hostname=f"{name}-{index}",
         platform=profile.platform,
         arch=profile.arch,
         devices=(),
         cpus=0,
         memory_bytes=profile.node_memory_bytes,
+        numa=tuple(NumaNode(home, (), profile.node_memory_bytes // homes) for home in range(homes)),
+        fabric=_nominal_fabric(name, index, profile),
         virtual=profile.virtual,
     )
-    nodes = []
-    for index, size in enumerate(sizes):
-        memory = profile.node_memory_bytes // size if profile.virtual else profile.memory_bytes
-        nodes.append(with_devices(replace(blank, hostname=f"{name}-{index}"), size, memory, profile.name))
-    return tuple(nodes)
+    if profile.virtual:
+        return with_devices(blank, size, profile.node_memory_bytes // size, profile.name)
+    node = with_devices(blank, size, profile.memory_bytes, profile.name)
+    placed = (replace(d, numa_node=d.index * homes // size, arch=profile.device_arch) for d in node.devices)
+    return replace(node, devices=tuple(placed))
+
+
+def _nominal_fabric(name: str, index: int, profile: DeviceProfile) -> FabricDomain | None:
+    """Nodes fill one domain after the other, where the device has domains that span nodes."""
+    if not profile.domain_devices or not profile.devices_per_node or profile.domain_devices <= profile.devices_per_node:
+        return None
+    domain = index // (profile.domain_devices // profile.devices_per_node)
+    return FabricDomain(f"{name}-domain-{domain}", "nominal", Tri.YES, "as the vendor describes it; no machine was looked at")
 
 
 def with_devices(node: NodeInventory, count: int, memory_bytes: int, kind: str) -> NodeInventory:

@@ -26,7 +26,7 @@ from vime.facts.perf import Provenance
 from vime.facts.process import EnvMode, Factory, RoleKind
 from vime.facts.transports import Relation, Side
 from vime.hooks.specs import RULES, hook_names
-from vime.platforms.cpu import inventory as host
+from vime.platforms import host
 from vime.platforms.cpu import plugin, trainer
 from vime.platforms.lineage import Platform
 

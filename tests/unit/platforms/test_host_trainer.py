@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from vime.errors import MemoryStateError, TrainerError
 from vime.facts.memory import Tag
+from vime.memory.storages import StorageMemory
 from vime.platforms.cpu.attention import HostCoreAttention, Run, plan_runs
 from vime.platforms.cpu.fused_adam import HostFusedAdam
-from vime.platforms.cpu.memory import HostMemory
 from vime.platforms.cpu.trainer_runtime import HostRuntime
 
 LENGTHS = [3, 5, 3, 1, 5, 4]
@@ -135,7 +135,7 @@ def buffer():
     """A buffer with two views, as a parameter buffer has them."""
     base = torch.arange(8.0)
     views = [base, base[:4], base[4:]]
-    memory = HostMemory()
+    memory = StorageMemory()
     memory.region(Tag.PARAMS, lambda: views)
     return base, memory
 

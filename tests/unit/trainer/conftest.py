@@ -66,7 +66,7 @@ def make_setup(model_path: Path, **changes: Any) -> TrainerSetup:
         ),
         "collective": CollectiveSpec("gloo", 60.0, ("sum", "max")),
         "memory": MemoryBackend(
-            Factory("vime.platforms.cpu.memory:HostMemory"),
+            Factory("vime.memory.storages:StorageMemory"),
             dict.fromkeys((Tag.PARAMS, Tag.GRADS, Tag.OPTIMIZER), keeps),
         ),
         "from_scratch_seed": 7,

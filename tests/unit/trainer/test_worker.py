@@ -323,4 +323,7 @@ def test_sharing_prompts_changes_neither_loss_nor_gradient(worker_of, recompute)
     assert shared == pytest.approx(separate, rel=2e-5, abs=1e-7)
     assert shared["train/grad_norm"] > 0.1
     for name, weight in shared_weights.items():
-        torch.testing.assert_close(weight, separate_weights[name], rtol=0, atol=2e-5)
+        # Adam's first step divides by the gradient's own size, so rounding shows where a gradient is nearly zero.
+        difference = (weight - separate_weights[name]).abs()
+        assert difference.max() < 1e-4
+        assert difference.mean() < 1e-6

@@ -22,7 +22,7 @@ OVERRIDES = {
 MOE_OVERRIDES = {"moe_permute_fusion": Override(False, _NO_KERNEL)}
 
 MEMORY = MemoryBackend(
-    factory=Factory("vime.platforms.cpu.memory:HostMemory"),
+    factory=Factory("vime.memory.storages:StorageMemory"),
     tags={
         Tag.PARAMS: TagSemantics(frees=True, preserves=True, why=_PARKED),
         Tag.GRADS: TagSemantics(frees=True, preserves=True, why=_PARKED),

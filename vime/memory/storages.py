@@ -1,11 +1,10 @@
-"""Trainer memory on a host: frees the storages behind a tag's tensors and keeps every view of them valid."""
+"""Trainer memory by storages: frees those behind a tag's tensors and keeps every view of them valid."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 import torch
 
@@ -35,9 +34,10 @@ class _Region:
         return list(found.values())
 
 
-class HostMemory:
-    """Implements `vime.memory.protocol.TrainerMemory`.
+class StorageMemory:
+    """Implements `vime.memory.protocol.TrainerMemory` for any device whose storages torch can resize.
 
+    Platforms derive from it where bytes are kept (`keep`) and how freed memory goes back to the driver (`released`).
     Tensors that share a storage are freed together: parameters, gradient views and optimizer shards that alias one
     buffer stay aliases of it. Every wrong transition raises MemoryStateError and changes nothing.
     """
@@ -52,11 +52,13 @@ class HostMemory:
         for region in self._require(tags, _Place.PRESENT, action="pause"):
             self._free(region, keep=True)
             region.place = _Place.PAUSED
+        self.released()
 
     def discard(self, tags: Iterable[Tag]) -> None:
         for region in self._require(tags, _Place.PRESENT, action="discard"):
             self._free(region, keep=False)
             region.place = _Place.DISCARDED
+        self.released()
 
     def resume(self, tags: Iterable[Tag]) -> None:
         for region in self._require(tags, _Place.PAUSED, _Place.DISCARDED, action="resume"):
@@ -65,7 +67,7 @@ class HostMemory:
                 if copy is None:
                     torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
                 else:
-                    storage.copy_(copy, non_blocking=False)
+                    self.restore(storage, copy)
             region.storages, region.copies, region.place = [], [], _Place.PRESENT
 
     def device_bytes(self) -> Mapping[Tag, int]:
@@ -95,15 +97,21 @@ class HostMemory:
                 )
         return [self._regions[tag] for tag in asked]
 
-    @staticmethod
-    def _free(region: _Region, *, keep: bool) -> None:
+    def keep(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """A copy on the host."""
+        copy = torch.UntypedStorage(storage.nbytes())
+        copy.copy_(storage, non_blocking=False)
+        return copy
+
+    def restore(self, storage: torch.UntypedStorage, copy: torch.UntypedStorage) -> None:
+        """Fill a storage, already of its size, from the copy that `keep` made."""
+        storage.copy_(copy, non_blocking=False)
+
+    def released(self) -> None:
+        """Called after storages were freed: give cached memory back where an allocator holds it."""
+
+    def _free(self, region: _Region, *, keep: bool) -> None:
         for storage in region.unique_storages():
             region.storages.append((storage, storage.nbytes()))
-            region.copies.append(_copy_of(storage) if keep else None)
+            region.copies.append(self.keep(storage) if keep else None)
             storage.resize_(0)
-
-
-def _copy_of(storage: Any) -> torch.UntypedStorage:
-    copy = torch.UntypedStorage(storage.nbytes())
-    copy.copy_(storage, non_blocking=False)
-    return copy
