@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 class DeviceRuntime(Protocol):
@@ -28,3 +28,12 @@ class DeviceRuntime(Protocol):
         ...
 
     def empty_cache(self) -> None: ...
+
+
+@runtime_checkable
+class BindsHost(Protocol):
+    """What a runtime may do besides: keep the process on the processors next to its device."""
+
+    def bind_host(self, node_device: int) -> None:
+        """Called before `set_device`. `node_device` is the device's place in its node's inventory, whatever is masked."""
+        ...

@@ -15,10 +15,10 @@ from vime.facts.process import MegatronAdaptation, Parallel, TrainerRuntime
 class TrainerSetup:
     """One rank of a training role.
 
-    `rank` and `world` count all ranks of the role, `local_rank` those of its node. `num_steps` is the length of the run
-    in steps, for the learning-rate schedule. `temperature` is the sampler's; logits are divided by it, except for
-    supervised rows, which no sampler drew. With
-    `from_scratch_seed` the weights are drawn instead of read: `model_path` then needs no safetensors.
+    `rank` and `world` count all ranks of the role, `local_rank` is the device's position among those that the process sees.
+    `num_steps` is the length of the run in steps, for the learning-rate schedule. `temperature` is the sampler's; logits
+    are divided by it, except for supervised rows, which no sampler drew. With `from_scratch_seed` the weights are drawn
+    instead of read: `model_path` then needs no safetensors.
     """
 
     model_path: Path
@@ -39,3 +39,5 @@ class TrainerSetup:
     collective: CollectiveSpec
     memory: MemoryBackend | NullMemory
     from_scratch_seed: int | None = None
+    node_device: int | None = None
+    """The device's place in its node's inventory, whatever is masked; None where nothing needs to know."""

@@ -22,6 +22,7 @@ from vime.weights.fingerprint import check_digest
 from vime.weights.load_plan import plan_load
 from vime.weights.manifest import check_same_manifest, manifest_from_json, short_list
 from vime.weights.transports.base import EngineHalf, Manifest, NamedTensors
+from vime.weights.vllm_platform import check_platform
 
 BACKEND = "vime"
 HALVES_ENV = "VIME_ENGINE_HALVES"
@@ -40,9 +41,13 @@ _halves: dict[str, Factory] = {
 
 
 def register() -> None:
-    """vLLM's plugin hook; may be called any number of times and in every process of a server."""
+    """vLLM's plugin hook; may be called any number of times and in every process of a server.
+
+    Raises EngineError where vLLM resolved another platform than the run's, before it loads a model.
+    """
     if os.environ.get("VIME_ENGINE") != "1":
         return
+    check_platform()
     from vllm.v1.worker.worker_base import WorkerBase
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -64,7 +64,7 @@ class Passes:
 
             def finish(logits: Tensor) -> tuple[Tensor, Tensor, Scores]:
                 scores = self._scores(logits, pack, temperature=temperature, greedy=greedy)
-                return logits.new_zeros(()), torch.zeros((), dtype=torch.int), scores
+                return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), scores
 
             return output, finish
 

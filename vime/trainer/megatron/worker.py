@@ -32,7 +32,7 @@ from vime.trainer.megatron.regions import tagged_tensors, total_bytes
 from vime.trainer.megatron.shared_prompts import arrange, pack_shared, saves_enough
 from vime.trainer.megatron.step import MicroBatch, Passes, Scores, finalize_unscaled, reduce_sums
 from vime.trainer.megatron.weights_view import WeightsView, drawn_source, folder_source
-from vime.trainer.runtime import DeviceRuntime
+from vime.trainer.runtime import BindsHost, DeviceRuntime
 from vime.trainer.setup import TrainerSetup
 from vime.types import TrainSample, UpdateWork
 from vime.weights.transports.base import Manifest
@@ -53,8 +53,10 @@ class MegatronWorker:
         family = family_of(hf_config)
         self._setup = setup
         self._runtime: DeviceRuntime = setup.runtime.bootstrap.build()
+        if isinstance(self._runtime, BindsHost) and setup.node_device is not None:
+            self._runtime.bind_host(setup.node_device)
         self._runtime.set_device(setup.local_rank)
-        self._device = _device(self._runtime, setup.local_rank)
+        self._device = _device(self._runtime)
         parallel.start_process_group(setup)
         try:
             self._axes = parallel.start_model_parallel(setup)
@@ -314,8 +316,11 @@ class MegatronWorker:
         parallel.stop_process_group()
 
 
-def _device(runtime: DeviceRuntime, local_rank: int) -> torch.device:
-    return torch.device("cpu") if runtime.device_type == "cpu" else torch.device(runtime.device_type, local_rank)
+def _device(runtime: DeviceRuntime) -> torch.device:
+    """The current device. Its number is what this process counts, which need not be the rank's place on the node."""
+    if runtime.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(runtime.device_type, torch.get_device_module(runtime.device_type).current_device())
 
 
 def _row_sums(samples: Sequence[TrainSample], score: Scores) -> Tensor:

@@ -7,6 +7,7 @@ a host copy, which also serves an engine that restarts.
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import time
 from collections import deque
@@ -18,17 +19,56 @@ from vime.errors import DeadlineError, WeightSyncError
 from vime.weights.buckets import Bucket, plan_buckets
 from vime.weights.manifest import manifest_from_json, manifest_to_json
 from vime.weights.transports.base import Manifest, NamedTensors, TransferContext
-from vime.weights.transports.flat import FlatImage, view_of
+from vime.weights.transports.flat import FlatImage, host_buffer, view_of
 
 PROTOCOL = "collective"
 BUCKET_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seat:
+    """A place in a group: where its members meet, which one this is, how long each may wait."""
+
+    store: Any
+    host: str
+    rank: int
+    world: int
+    timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Medium:
+    """What carries the bytes: a backend of torch.distributed, and the device whose memory it reads and writes."""
+
+    backend: str = "gloo"
+    device: str = "cpu"
+
+    @property
+    def is_host(self) -> bool:
+        return self.device == "cpu"
+
+    def group(self, seat: Seat) -> Any:
+        """A group beside the default one. Raises WeightSyncError for a backend that this torch does not have."""
+        if self.backend == "gloo":
+            return _gloo_group(seat)
+        registry = _dist().Backend
+        if (plugin := registry._plugins.get(self.backend.upper())) is not None:
+            return _registered_group(seat, plugin.creator_fn, extended=plugin.extended_api)
+        group_class = getattr(_dist(), f"ProcessGroup{self.backend.upper()}", None)
+        if group_class is None:
+            raise WeightSyncError(
+                f"torch.distributed of this process has no backend {self.backend}",
+                fix="install the torch build or extension of this platform on both sides",
+            )
+        return _native_group(seat, group_class)
 
 
 class CollectiveTrainer:
     """The trainer's half. Only rank 0 sends; other ranks iterate their weights, which may be a collective, and finish.
 
     `host` is the address under which engines reach rank 0. `init_info` opens a new rendezvous for the workers named by
-    `receivers`; `connect` then waits for them. Every wait ends after `timeout_s`.
+    `receivers`; `connect` then waits for them. Every wait ends after `timeout_s`. Options `backend` (a name that
+    torch.distributed knows) and `device` (torch's name of the device on both sides) choose what carries the bytes.
     """
 
     streams = True
@@ -41,7 +81,9 @@ class CollectiveTrainer:
         timeout_s: float = 120.0,
         host: str = "127.0.0.1",
         bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
     ) -> None:
+        self._medium = Medium(**options)
         self._manifest = manifest
         self._rank = rank
         self._host = host
@@ -61,6 +103,7 @@ class CollectiveTrainer:
             "world": receivers + 1,
             "bucket_bytes": self._bucket_bytes,
             "timeout_s": self._timeout_s,
+            **dataclasses.asdict(self._medium),
         }
         return {"protocol": PROTOCOL, "manifest": manifest_to_json(self._manifest), "info": info}
 
@@ -82,17 +125,16 @@ class CollectiveTrainer:
                 f"within {self._timeout_s:g} s",
                 fix=f"check that they reach {self._host} and read their logs",
             )
-        self._group = _group(self._store, self._host, 0, self._receivers + 1, self._timeout_s)
+        self._group = self._medium.group(Seat(self._store, self._host, 0, self._receivers + 1, self._timeout_s))
 
     def stage(self, weights: NamedTensors, *, version: str, fingerprint: bool) -> Mapping[str, Any]:
-        import torch
-
         if self._rank:
             for _ in weights:
                 pass
             return {"version": version, "tensors": 0}
         if self._image is None:
-            self._image = FlatImage(self._manifest, torch.empty(self._manifest.nbytes, dtype=torch.uint8))
+            buffer = host_buffer(self._manifest.nbytes, page_locked=not self._medium.is_host)
+            self._image = FlatImage(self._manifest, buffer)
         return {"version": version, **self._image.write(weights, fingerprint=fingerprint)}
 
     def stream(self, weights: NamedTensors) -> None:
@@ -102,7 +144,8 @@ class CollectiveTrainer:
         if self._group is None or self._image is None:
             raise WeightSyncError("stream before connect and stage", fix="initialise the engines' weight transfer first")
         for number, bucket in enumerate(plan_buckets(self._manifest.tensors, self._bucket_bytes)):
-            work = _broadcast(self._group, self._image.buffer[bucket.start : bucket.end])
+            flat = self._image.buffer[bucket.start : bucket.end].to(self._medium.device)
+            work = _broadcast(self._group, flat)
             _finish(work, self._timeout_s, f"bucket {number} ({bucket.tensors[0].name} …) was not taken by every engine worker")
 
     def close(self) -> None:
@@ -117,19 +160,21 @@ class CollectiveEngine:
         self._group: Any = None
         self._timeout_s = 0.0
         self._bucket_bytes = BUCKET_BYTES
+        self._medium = Medium()
 
     def connect(self, info: Mapping[str, Any]) -> None:
         dist = _dist()
         self._group = None
         self._manifest = manifest_from_json(info["manifest"])
         self._timeout_s, self._bucket_bytes = float(info["timeout_s"]), int(info["bucket_bytes"])
+        self._medium = Medium(info["backend"], info["device"])
         rank = 1 + int(info["rank_offset"]) + int(info["worker_rank"])
         try:
             store = dist.TCPStore(
                 info["host"], info["port"], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s)
             )
             store.set(_here(rank), "1")
-            self._group = _group(store, info["host"], rank, int(info["world"]), self._timeout_s)
+            self._group = self._medium.group(Seat(store, info["host"], rank, int(info["world"]), self._timeout_s))
         except RuntimeError as error:
             raise WeightSyncError(
                 f"group rank {rank} could not join the trainer at {info['host']}:{info['port']}: {_first_line(error)}",
@@ -151,7 +196,7 @@ class CollectiveEngine:
         def take_next() -> None:
             if waiting:
                 bucket = waiting.popleft()
-                flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
+                flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._medium.device)
                 travelling.append((bucket, flat, _broadcast(self._group, flat)))
 
         try:
@@ -211,14 +256,32 @@ def _arrived(store: Any, rank: int, deadline: float) -> bool:
     return True
 
 
-def _group(store: Any, host: str, rank: int, world: int, timeout_s: float) -> Any:
+def _gloo_group(seat: Seat) -> Any:
     dist = _dist()
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    loopback = host in ("127.0.0.1", "localhost", "::1")
-    options._devices = [gloo.create_device(hostname=host) if loopback else gloo.create_default_device()]
-    options._timeout = timedelta(seconds=timeout_s)
-    return gloo(dist.PrefixStore("weights", store), rank, world, options)
+    loopback = seat.host in ("127.0.0.1", "localhost", "::1")
+    options._devices = [gloo.create_device(hostname=seat.host) if loopback else gloo.create_default_device()]
+    options._timeout = timedelta(seconds=seat.timeout_s)
+    return gloo(dist.PrefixStore("weights", seat.store), seat.rank, seat.world, options)
+
+
+def _registered_group(seat: Seat, creator: Any, *, extended: bool) -> Any:
+    """By a backend that registered itself with torch.distributed; the two signatures are those of `register_backend`."""
+    store, timeout = _dist().PrefixStore("weights", seat.store), timedelta(seconds=seat.timeout_s)
+    if not extended:
+        return creator(store, seat.rank, seat.world, timeout)
+    options = _dist().distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size, options.timeout = store, seat.rank, seat.world, timeout
+    options.group_id, options.global_ranks_in_group = "weights", list(range(seat.world))
+    return creator(options, None)
+
+
+def _native_group(seat: Seat, group_class: Any) -> Any:
+    """By a class of torch itself that takes options."""
+    options = group_class.Options()
+    options._timeout = timedelta(seconds=seat.timeout_s)
+    return group_class(_dist().PrefixStore("weights", seat.store), seat.rank, seat.world, options)
 
 
 def _broadcast(group: Any, flat: Any) -> Any:

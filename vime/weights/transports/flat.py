@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from vime.errors import WeightSyncError
@@ -18,6 +19,16 @@ def view_of(buffer: Any, spec: TensorSpec, start: int = 0) -> Any:
     return buffer[begin : begin + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
+def host_buffer(nbytes: int, *, page_locked: bool) -> Any:
+    """A uint8 tensor on the host; pageable where no more can be page-locked, since slow copies are better than none."""
+    import torch
+
+    if page_locked:
+        with suppress(RuntimeError):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 class FlatImage:
     """Writes named tensors to their places in a flat uint8 buffer of `manifest.nbytes`."""
 
@@ -26,8 +37,12 @@ class FlatImage:
         self.buffer = buffer
         self._views = {spec.name: view_of(buffer, spec) for spec in manifest.tensors}
 
-    def write(self, weights: NamedTensors, *, fingerprint: bool) -> Mapping[str, Any]:
+    def write(
+        self, weights: NamedTensors, *, fingerprint: bool, digest_of: Callable[[Any], str] | None = None
+    ) -> Mapping[str, Any]:
         """Copy every tensor; return `{"tensors": count}` and, if asked, `"digests"` of the sources.
+
+        `digest_of` computes them; by default `vime.weights.fingerprint.digest` does.
 
         Raises WeightSyncError for a tensor that the manifest lacks or describes otherwise, or that comes twice.
         """
@@ -39,8 +54,8 @@ class FlatImage:
             self._views[name].copy_(tensor)
             written.add(name)
             if fingerprint:
-                # The digest reads through numpy, which must not get hold of a parameter's own storage.
-                digests[name] = digest(tensor.clone())
+                # The host's digest reads through numpy, which must not get hold of a parameter's own storage.
+                digests[name] = digest_of(tensor) if digest_of else digest(tensor.clone())
         info: dict[str, Any] = {"tensors": len(written)}
         if fingerprint:
             info["digests"] = digests
