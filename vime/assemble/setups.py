@@ -11,13 +11,19 @@ from vime.cluster.guardian import guardian_command
 from vime.cluster.trainer_process import TransferSetup
 from vime.cluster.trainer_role import StepRules
 from vime.config.schema import Config, SftSection
+from vime.facts.process import Factory
 from vime.observe import layout
-from vime.planning.plan import Plan
-from vime.rollout.engine import EngineSpec, merge_engine_args
+from vime.planning.plan import Plan, TransportPlan, pool_of
+from vime.rollout.engine import EngineSpec
 from vime.rollout.router import RouterSpec
 from vime.rollout.sft_rollout import SupervisedSetup
 from vime.rollout.worker import WorkerSetup
 from vime.trainer.setup import TrainerSetup
+
+KNOWN_HALVES = frozenset(
+    f"vime.weights.transports.{name}" for name in ("host_shm:HostShmEngine", "collective:CollectiveEngine", "disk:DiskEngine")
+)
+"""Engine halves that every engine knows by protocol, without being told."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,9 @@ def trainer_setups(config: Config, plan: Plan) -> list[TrainerSetup]:
             parallel=role.request.parallel,
             rank=rank,
             world=len(slots),
-            local_rank=slot.device,
+            # A process that sees one device of its node knows it as number 0.
+            node_device=slot.device,
+            local_rank=0 if role.masks and role.masks[rank] else slot.device,
             master_address="",
             master_port=0,
             seed=config.run.seed,
@@ -76,8 +84,10 @@ def engine_specs(config: Config, plan: Plan, keys: Keys) -> list[EngineSpec]:
             api_key=keys.api_key,
             max_model_len=max_model_len(config, plan),
             parallel=engine.request.parallel,
-            args=merge_engine_args(engine.defaults, config.rollout.vllm, engine.sleep.args),
-            env=dict(engine.env),
+            args={arg.name: arg.value for arg in engine.args},
+            env={**engine.env, **engine.mask},
+            unset=pool_of(plan.pools, engine.pool).binding.unset_env,
+            halves=_own_halves(plan.transport),
             entry_points=engine.defaults.entry_points,
             expected_platform=engine.defaults.expected_platform,
             launch=engine.defaults.launch or EngineSpec.launch,
@@ -86,6 +96,15 @@ def engine_specs(config: Config, plan: Plan, keys: Keys) -> list[EngineSpec]:
         )
         for engine in plan.engines
     ]
+
+
+def _own_halves(transport: TransportPlan | None) -> dict[str, Factory]:
+    """The chosen engine half, by protocol, where an engine does not know it already."""
+    if transport is None:
+        return {}
+    half = transport.engine.factory
+    known = half.target in KNOWN_HALVES and not half.options
+    return {} if known else {transport.protocol: half}
 
 
 def max_model_len(config: Config, plan: Plan) -> int:

@@ -12,7 +12,16 @@ from typing import Any
 from vime.assemble import setups
 from vime.cluster.checkpoints import TRAINER, RunCheckpoints
 from vime.cluster.fleet import EngineFleet, FleetRules
-from vime.cluster.launch import Placement, Plugins, demand, engine_actors, rollout_workers, start_trainer
+from vime.cluster.launch import (
+    Placement,
+    Plugins,
+    demand,
+    engine_actors,
+    labels,
+    masked_out,
+    rollout_workers,
+    start_trainer,
+)
 from vime.cluster.links import RolloutWorkerLink, TrainerLink
 from vime.cluster.memory_role import Parked, Resident
 from vime.cluster.session import RaySession, restore_signals
@@ -103,7 +112,13 @@ async def launch(order: Order, recorder: Recorder, stack: AsyncExitStack) -> Sys
     keys = setups.Keys.draw()
     for path in sweep_segments("vime-").removed:
         recorder.event("segment_removed", f"{path} was left by a process that is gone")
-    session = RaySession(resources=demand(plan), log_dir=config.run.dir / layout.LOGS, run_id=keys.run_id)
+    session = RaySession(
+        resources=demand(plan),
+        log_dir=config.run.dir / layout.LOGS,
+        run_id=keys.run_id,
+        labels=labels(plan),
+        unset=masked_out(plan),
+    )
     stack.callback(session.close)
     await asyncio.to_thread(session.start)
     restore_signals()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vime.cli.prepare import add_run_arguments, overrides_of
+from vime.cli.prepare import Hardware, add_run_arguments, hardware_of, overrides_of
 from vime.errors import ConfigError, Errors, VimeError
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def handle(args: argparse.Namespace) -> int:
     """Print what was found; 1 when something is wrong."""
     report = Report()
     loaded = report.attempt(lambda: _load(args))
-    plan = _check(loaded, report) if loaded is not None else None
+    hardware = report.attempt(lambda: hardware_of(args, live=False))
+    plan = _check(loaded, hardware, report) if loaded is not None and hardware is not None else None
     if loaded is not None and args.sources:
         from vime.config.explain import explain_config
 
@@ -74,9 +75,9 @@ def _load(args: argparse.Namespace) -> LoadedConfig:
     return load_config(args.config, overrides=overrides_of(args))
 
 
-def _check(loaded: LoadedConfig, report: Report) -> Plan | None:
+def _check(loaded: LoadedConfig, hardware: Hardware, report: Report) -> Plan | None:
     """Model, grader, data, topology and plan; each is looked at whatever the others say."""
-    from vime.cli.plan import plan_on_paper, topology_and_platforms
+    from vime.cli.layout import lay_out, plan_layout
     from vime.rewards.registry import check_grader
 
     config = loaded.config
@@ -86,10 +87,10 @@ def _check(loaded: LoadedConfig, report: Report) -> Plan | None:
     if config.algorithm.kind != "sft":
         report.attempt(lambda: check_grader(config.reward.kind), where=loaded.where("reward.kind"))
     _data(loaded, report)
-    laid_out = report.attempt(lambda: topology_and_platforms(loaded), where=loaded.where("topology"))
-    if model is None or laid_out is None:
+    layout = report.attempt(lambda: lay_out(loaded, hardware), where=loaded.where("topology"))
+    if model is None or layout is None:
         return None
-    plan = report.attempt(lambda: plan_on_paper(loaded, *laid_out, model, recordings=[]), where=loaded.where("topology"))
+    plan = report.attempt(lambda: plan_layout(loaded, layout, model, hardware), where=loaded.where("topology"))
     report.notes += plan.notes if plan else ()
     return plan
 

@@ -10,7 +10,7 @@ from vime.errors import VimeError
 
 def main(argv: Sequence[str], *, overrides: Sequence[str] = ()) -> int:
     """Run what the flags describe; `--resume` and `--dry-run` are those of `vime run`. Returns the exit code."""
-    from vime.cli.prepare import prepare_loaded
+    from vime.cli.prepare import Hardware, prepare_loaded
     from vime.cli.run import train
     from vime.compat.flags import config_from_flags
     from vime.config.load import load_config
@@ -19,8 +19,10 @@ def main(argv: Sequence[str], *, overrides: Sequence[str] = ()) -> int:
     own = {"--resume", "--dry-run"}
     try:
         values, sources = config_from_flags([word for word in argv if word not in own])
-        prepared = prepare_loaded(load_config(None, flags=values, flag_sources=sources, overrides=overrides))
-        if "--dry-run" in argv:
+        dry_run = "--dry-run" in argv
+        loaded = load_config(None, flags=values, flag_sources=sources, overrides=overrides)
+        prepared = prepare_loaded(loaded, Hardware(live=not dry_run))
+        if dry_run:
             print(explain_text(prepared.plan))
             return 0
         return train(prepared, resume="--resume" in argv)

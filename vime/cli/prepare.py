@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,14 +10,12 @@ from typing import TYPE_CHECKING
 from vime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from vime.cli.recordings import Recording
     from vime.config.load import LoadedConfig
     from vime.config.schema import Config
-    from vime.facts.inventory import NodeInventory
     from vime.planning.plan import Plan
     from vime.platforms.discovery import Discovery
     from vime.topology.load import LoadedTopology
-
-AUTO = "auto"
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +24,29 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values over the file's, e.g. schedule.num_steps=10")
     parser.add_argument("--platform", default=None, metavar="NAME", help="platform of pools that say `platform: auto`")
     parser.add_argument("--topology", default=None, metavar="T", help="a shipped topology's name, or a file")
+    parser.add_argument("--device", default=None, metavar="NAME", help="nominal device of pools that name none, for a plan")
+    parser.add_argument(
+        "--inventory",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="plan for a recording of `vime doctor --record`; once for every node",
+    )
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where the nodes of a plan come from.
+
+    `live` is a run: this machine, or the platform's own error. Otherwise the plan is made on paper: from `recordings`, else
+    from this machine where it is the platform's and what the topology asks for, else from nominal devices, of which
+    `device` picks one for pools that name none.
+    """
+
+    live: bool = False
+    recordings: tuple[Recording, ...] = ()
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,41 +74,36 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
     return words
 
 
+def hardware_of(args: argparse.Namespace, *, live: bool) -> Hardware:
+    """The hardware that the words ask for. Raises ConfigError for words of a plan in a run, PluginError for a bad recording."""
+    from vime.cli.recordings import read_recording
+
+    if live and (args.inventory or args.device is not None):
+        word = "--inventory" if args.inventory else "--device"
+        raise ConfigError(f"{word} is for plans; a run takes the hardware that is here", fix=f"add --dry-run, or remove {word}")
+    return Hardware(live, tuple(read_recording(path) for path in args.inventory), args.device)
+
+
 def prepare(args: argparse.Namespace) -> Prepared:
-    """Load, check and plan on this machine. Raises every error that the files and the machine can give."""
+    """Load, check and plan: for this machine, or with `--dry-run` on paper.
+
+    Raises every error that the files and the hardware can give.
+    """
     from vime.config.load import load_config
 
-    return prepare_loaded(load_config(args.config, overrides=overrides_of(args)))
+    hardware = hardware_of(args, live=not args.dry_run)
+    return prepare_loaded(load_config(args.config, overrides=overrides_of(args)), hardware)
 
 
-def prepare_loaded(loaded: LoadedConfig, *, inventories: Mapping[str, tuple[NodeInventory, ...]] | None = None) -> Prepared:
-    """Check the model, the data and the topology of a configuration, and plan it. Needs no torch.
-
-    `inventories` by pool replace a look at this machine.
-    """
-    import os
-
+def prepare_loaded(loaded: LoadedConfig, hardware: Hardware) -> Prepared:
+    """Check the model, the data and the topology of a configuration, and plan it. Needs no torch."""
+    from vime.cli.layout import lay_out, plan_layout
     from vime.data.prompts import check_prompt_file
-    from vime.facts.diagnosis import ProbeContext
     from vime.models.registry import read_shape
-    from vime.planning.make import make_plan
-    from vime.planning.needs import needs_from
-    from vime.platforms.discovery import discover
-    from vime.platforms.policy import PluginPolicy
-    from vime.topology.load import fill_platform, load_topology
 
     config = loaded.config
     model = read_shape(config.model.path)
     for path in (config.data.path, *(s.path for s in config.evaluation.sets)):
         check_prompt_file(config.data.model_copy(update={"path": path}))
-    topology = load_topology(loaded.topology_source, platform=config.platform)
-    policy = PluginPolicy.read(platform=config.platform, allow=config.plugins.allow, deny=config.plugins.deny)
-    plugins = discover(policy)
-    if AUTO in topology.platforms():
-        topology = fill_platform(topology, plugins.detect())
-    platforms = {name: plugins.platform(name) for name in topology.platforms()}
-    if inventories is None:
-        here = {name: platform.inventory(ProbeContext(dict(os.environ))) for name, platform in platforms.items()}
-        inventories = {name: (here[pool.platform],) for name, pool in topology.topology.pools.items()}
-    plan = make_plan(topology, model=model, needs=needs_from(config), platforms=platforms, inventories=inventories)
-    return Prepared(loaded, topology, plan, plugins)
+    layout = lay_out(loaded, hardware)
+    return Prepared(loaded, layout.topology, plan_layout(loaded, layout, model, hardware), layout.plugins)

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("run", help="train by reinforcement learning or on labels", allow_abbrev=False)
     add_run_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of run.dir")
-    parser.add_argument("--dry-run", action="store_true", help="check and plan, start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check and plan, start nothing; the hardware need not be here")
     parser.set_defaults(handler=handle)
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,24 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 class RaySession:
-    """Starts or joins a cluster and connects this process to it."""
+    """Starts or joins a cluster and connects this process to it.
 
-    def __init__(self, *, resources: Mapping[str, float], address: str | None = None, log_dir: Path, run_id: str) -> None:
+    `resources` and `labels` are those of a local head. Variables in `unset` are taken out of this process and of the head.
+    """
+
+    def __init__(
+        self,
+        *,
+        resources: Mapping[str, float],
+        address: str | None = None,
+        log_dir: Path,
+        run_id: str,
+        labels: Mapping[str, str] | None = None,
+        unset: Sequence[str] = (),
+    ) -> None:
         self._resources = dict(resources)
+        self._labels = dict(labels or {})
+        self._unset = tuple(unset)
         self._address = address
         self._log_dir = log_dir
         self._run_id = run_id
@@ -43,7 +57,7 @@ class RaySession:
 
     def start(self, *, timeout_s: float = 60.0) -> None:
         """Connect; a local head is started first when no address was given. Raises PlacementError."""
-        for name in [n for n in os.environ if n.lower() in _PROXIES]:
+        for name in [n for n in os.environ if n.lower() in _PROXIES or n in self._unset]:
             del os.environ[name]
         address = self._address or self._start_head()
         import ray
@@ -64,7 +78,8 @@ class RaySession:
                 time.sleep(0.1)
 
     def _start_head(self) -> str:
-        port = _free_port()
+        port, named = _free_port(), dict(self._resources)
+        devices = named.pop("GPU", 0)  # Ray refuses its own resource among the named ones.
         self._temp = Path(tempfile.mkdtemp(prefix="vime-ray-"))
         self._log_dir.mkdir(parents=True, exist_ok=True)
         command = [
@@ -79,8 +94,9 @@ class RaySession:
             f"--ray-client-server-port={_free_port()}",
             f"--dashboard-agent-listen-port={_free_port()}",
             f"--num-cpus={os.cpu_count() or 1}",
-            "--num-gpus=0",
-            f"--resources={json.dumps(self._resources)}",
+            f"--num-gpus={devices:g}",
+            f"--resources={json.dumps(named)}",
+            *([f"--labels={','.join(f'{name}={value}' for name, value in self._labels.items())}"] if self._labels else []),
             f"--object-store-memory={128 << 20}",
             f"--temp-dir={self._temp}",
             "--disable-usage-stats",
@@ -88,7 +104,7 @@ class RaySession:
         with (self._log_dir / "ray.log").open("wb") as log:
             self._head = subprocess.Popen(
                 command,
-                env=clean_environment(RAY_ENV),
+                env={k: v for k, v in clean_environment(RAY_ENV).items() if k not in self._unset},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -40,7 +40,9 @@ class TransferSetup:
 class TrainerProcess:
     """Runs as a Ray actor. Every method is called on all ranks at once and in the same order."""
 
-    def __init__(self, setup: TrainerSetup, plugins: Sequence[ResolvedPlugin] = ()) -> None:
+    def __init__(self, setup: TrainerSetup, plugins: Sequence[ResolvedPlugin] = (), unset: Sequence[str] = ()) -> None:
+        for name in unset:
+            os.environ.pop(name, None)
         impose(plugins)
         self._setup = setup
         self._half: Any = None

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from vime.errors import PlanError
 from vime.facts.process import EnvMode, EnvValue
 from vime.planning.plan import EnvReason
 
 Rules = Mapping[str, EnvValue]
+_OPTIONS = (EnvMode.OPTION, EnvMode.WITHOUT)
+_INHERITED = "inherited from the environment"
 
 
 def merge_env(
-    layers: Iterable[Rules], user: Mapping[str, str], *, process: str, where: str | None = None
+    layers: Iterable[Rules],
+    user: Mapping[str, str],
+    *,
+    process: str,
+    where: str | None = None,
+    inherited: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, str], tuple[EnvReason, ...]]:
     """Merge the rules of several hooks with the user's variables, which win over defaults.
+
+    Rules about options of a list change the user's value, else a default, else the `inherited` one (the environment that the
+    process gets anyway); where that changes nothing, nothing is said.
 
     Raises:
         PlanError: E261 when two rules contradict, or a user's value breaks one; both reasons are in the message.
@@ -27,10 +37,15 @@ def merge_env(
     reasons: list[EnvReason] = []
     for name in dict.fromkeys((*by_name, *user)):
         rules = by_name.get(name, [])
-        chosen, mode, why = _value(name, rules, user.get(name), process=process, where=where)
+        given = _value(name, rules, user.get(name), process=process, where=where)
+        options = [rule for rule in rules if rule.mode in _OPTIONS]
+        if options:
+            given = _with_options(name, options, given, (inherited or {}).get(name), process=process, where=where)
+        chosen, mode, why = given
         for rule in rules:
             if rule.mode is EnvMode.FORBID:
-                _check_forbidden(name, rule, chosen, why, process=process, where=where)
+                found = (chosen, why) if chosen is not None else ((inherited or {}).get(name), _INHERITED)
+                _check_forbidden(name, rule, *found, process=process, where=where)
                 reasons.append(EnvReason(process, name, rule.value, str(rule.mode), rule.why))
         if chosen is not None:
             values[name] = chosen
@@ -38,10 +53,12 @@ def merge_env(
     return values, tuple(reasons)
 
 
-def _value(
-    name: str, rules: list[EnvValue], user: str | None, *, process: str, where: str | None
-) -> tuple[str | None, str, str]:
-    """The value, what kind of rule gave it, and why. A later default replaces an earlier one."""
+_Given = tuple[str | None, str, str]
+"""(the value, what kind of rule gave it, why)."""
+
+
+def _value(name: str, rules: list[EnvValue], user: str | None, *, process: str, where: str | None) -> _Given:
+    """The value before options. A later default replaces an earlier one."""
     required = [rule for rule in rules if rule.mode is EnvMode.REQUIRE]
     for rule in required:
         if rule.value != required[0].value:
@@ -62,7 +79,77 @@ def _value(
 def _check_forbidden(name: str, rule: EnvValue, value: str | None, why: str, *, process: str, where: str | None) -> None:
     if value == rule.value:
         text = f"{name} is {value!r} ({why}), which is forbidden: {rule.why}"
-        raise PlanError(f"E261 {process}: {text}", where=where, fix=f"remove {name} from `env`, or give another value")
+        home, place = ("the environment", None) if why == _INHERITED else ("`env`", where)
+        raise PlanError(f"E261 {process}: {text}", where=place, fix=f"remove {name} from {home}, or give another value")
+
+
+# ---- lists of options
+
+
+def _with_options(
+    name: str, rules: Sequence[EnvValue], given: _Given, inherited: str | None, *, process: str, where: str | None
+) -> _Given:
+    _check_options(name, rules, process=process, where=where)
+    value, mode, _ = given
+    before = inherited if value is None else value
+    after = before
+    for rule in rules:
+        after = put_option(after, rule.value) if rule.mode is EnvMode.OPTION else drop_option(after, rule.value)
+    if after == before:
+        return given
+    whys = "; ".join(dict.fromkeys(rule.why for rule in rules))
+    if mode == EnvMode.REQUIRE:
+        text = f"{name} must be {value!r} ({given[2]}) and {after!r} ({whys})"
+        raise PlanError(f"E261 {process}: {text}", where=where, fix="report it to the platform's authors")
+    origin = {"user": "your value", "default": "the default"}.get(mode, "the environment's value")
+    return after, str(rules[-1].mode), whys if before is None else f"{whys} (from {origin} {before!r})"
+
+
+def _check_options(name: str, rules: Sequence[EnvValue], *, process: str, where: str | None) -> None:
+    """Raise E261 where two rules want different things of one option."""
+    wanted: dict[str, EnvValue] = {}
+    for rule in rules:
+        option = option_of(rule.value)
+        first = wanted.setdefault(option, rule)
+        if (first.mode, first.value) != (rule.mode, rule.value):
+            told = [f"{'with' if r.mode is EnvMode.OPTION else 'without'} {r.value!r} ({r.why})" for r in (first, rule)]
+            text = f"E261 {process}: {name} must be {told[0]} and {told[1]}"
+            raise PlanError(text, where=where, fix="report it to the platform's authors")
+
+
+def option_of(text: str) -> str:
+    """`max_split_size_mb` of `max_split_size_mb:128`."""
+    return text.partition(":")[0].strip()
+
+
+def split_options(text: str) -> list[str]:
+    """The options of a list; commas inside brackets belong to a value."""
+    parts, depth, start = [], 0, 0
+    for at, sign in enumerate(text):
+        depth += (sign == "[") - (sign == "]")
+        if sign == "," and depth <= 0:
+            parts.append(text[start:at])
+            start = at + 1
+    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+
+
+def put_option(text: str | None, option: str) -> str:
+    """The list with an option, in place of another value of it; other options keep their places."""
+    parts = split_options(text or "")
+    if option in parts and sum(option_of(p) == option_of(option) for p in parts) == 1:
+        return text or option
+    kept = [part for part in parts if option_of(part) != option_of(option)]
+    return ",".join([*kept, option])
+
+
+def drop_option(text: str | None, option: str) -> str | None:
+    """The list without an option, whatever its value."""
+    parts = split_options(text or "")
+    kept = [part for part in parts if option_of(part) != option_of(option)]
+    return text if kept == parts else ",".join(kept)
+
+
+# ---- both sides of an edge
 
 
 def check_equal(

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vime.facts.memory import NullMemory
 from vime.facts.process import Parallel, Slot
-from vime.planning.memory import PHASES, can_leave, frees, in_units
+from vime.planning.explain_roles import (
+    binding_json,
+    engine_text,
+    leaving_text,
+    lineage_text,
+    roles_json,
+    scheduling_text,
+    table,
+    trainer_text,
+)
+from vime.planning.memory import PHASES, can_leave, in_units, kept_on_host
 from vime.planning.plan import MemoryRow, Plan, PoolPlan, pool_of
 from vime.planning.time import Estimate, switch
 
 
 def explain_text(plan: Plan) -> str:
     """The plan as plain text."""
-    parts = (_head(plan), _placement(plan), _memory(plan), _transport(plan), _switch(plan), _environment(plan), _basis(plan))
+    parts = (
+        *(_head(plan), _placement(plan), scheduling_text(plan), _memory(plan), leaving_text(plan)),
+        *(_transport(plan), _switch(plan), trainer_text(plan), engine_text(plan), _environment(plan), _basis(plan)),
+    )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
 
 
@@ -35,6 +49,7 @@ def explain_json(plan: Plan) -> dict[str, Any]:
             "host_bytes_per_node": plan.memory.host_bytes_per_node,
         },
         "transport": _transport_json(plan),
+        **roles_json(plan),
         "switch": [{"role": role, **_estimate_json(estimate)} for role, estimate in switches(plan)],
         "environment": [
             {"process": r.process, "name": r.name, "value": r.value, "mode": r.mode, "why": r.why} for r in plan.env_reasons
@@ -53,7 +68,9 @@ def switches(plan: Plan) -> list[tuple[str, Estimate]]:
         if isinstance(leaves, NullMemory) or not can_leave(leaves):
             continue
         rows = {(r.tag, r.how): r for r in plan.memory.rows if r.role == name}
-        moved = sum(r.num_bytes for r in rows.values() if any(str(tag) == r.tag and frees(leaves, tag) for tag in leaves.tags))
+        moved = sum(
+            r.num_bytes for r in rows.values() if any(str(tag) == r.tag and kept_on_host(leaves, tag) for tag in leaves.tags)
+        )
         pool = pool_of(plan.pools, pool_name)
         found.append((name, switch(moved, plan.perf[pool_name], pool.inventories[0])))
     return found
@@ -76,13 +93,13 @@ def _head(plan: Plan) -> Iterator[str]:
         each = str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
         kind = pool.inventories[0].devices[0].name
         slots = "slots of a host" if pool.inventories[0].virtual else "devices"
-        yield f"pool {pool.name}: {pool.platform}, {len(counts)} node(s) x {each} {slots} ({kind})"
+        yield f"pool {pool.name}: {len(counts)} node(s) x {each} {slots} ({kind}), platform {lineage_text(plan, pool.name)}"
 
 
 def _placement(plan: Plan) -> Iterator[str]:
     yield "placement"
     rows = [(label, slots_text(slots, pool_of(plan.pools, pool)), axes_text(p)) for label, pool, slots, p in _roles(plan)]
-    yield from _table(rows)
+    yield from table(rows)
 
 
 def _roles(plan: Plan) -> Iterator[tuple[str, str, Sequence[Slot], Parallel]]:
@@ -126,7 +143,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             tags = _by_tag(r for r in mine if r.role == role)
             listed = ", ".join(f"{tag} {in_units(size)}" for tag, size in tags)
             rows.append((phase, role, in_units(sum(size for _, size in tags)), listed))
-    yield from _table(rows)
+    yield from table(rows)
     for pool in plan.pools:
         capacity = in_units(plan.memory.capacity_bytes[pool.name])
         peak = max(PHASES, key=lambda phase: plan.memory.phase_bytes(pool.name, phase))
@@ -175,16 +192,17 @@ def _environment(plan: Plan) -> Iterator[str]:
     if not plan.env_reasons:
         return
     yield "environment"
-    signs = {"forbid": "must not be", "require": "must be", "default": "is", "user": "is (yours)"}
-    rows = [(r.process, r.name, f"{signs[r.mode]} {r.value}", r.why) for r in plan.env_reasons]
-    yield from _table(rows)
+    signs = {"forbid": "must not be", "require": "must be", "user": "is (yours)"}
+    rows = [(r.process, r.name, f"{signs.get(r.mode, 'is')} {r.value or '(empty)'}", r.why) for r in plan.env_reasons]
+    yield from table(rows)
 
 
 def _basis(plan: Plan) -> Iterator[str]:
     yield "hooks asked"
-    yield "  " + "\n  ".join(plan.hooks_asked)
-    for pool, table in plan.perf.items():
-        for name, quantity in sorted(table.quantities.items()):
+    for asked, times in Counter(plan.hooks_asked).items():
+        yield f"  {asked}" + (f" x {times}" if times > 1 else "")
+    for pool, rates in plan.perf.items():
+        for name, quantity in sorted(rates.quantities.items()):
             value = "unknown" if quantity.value is None else f"{quantity.value:g} {quantity.unit}"
             source = f" ({quantity.source})" if quantity.source else ""
             yield f"  rate {pool}.{name}: {value}, {quantity.provenance}{source}"
@@ -192,19 +210,12 @@ def _basis(plan: Plan) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] if rows else []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
-        yield "  " + "  ".join([*cells, row[-1]]).rstrip()
-
-
 # ---- JSON
 
 
 def _pool_json(pool: PoolPlan) -> dict[str, Any]:
     nodes = [{"hostname": n.hostname, "devices": len(n.devices), "memory_bytes": n.memory_bytes} for n in pool.inventories]
-    return {"name": pool.name, "platform": pool.platform, "resource": pool.binding.resource, "nodes": nodes}
+    return {"name": pool.name, "platform": pool.platform, "lineage": list(pool.lineage), "nodes": nodes, **binding_json(pool)}
 
 
 def _role_json(label: str, pool: str, slots: Sequence[Slot], parallel: Parallel) -> dict[str, Any]:

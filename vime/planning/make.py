@@ -1,30 +1,31 @@
 """Makes the plan of a run from a topology, a model and what the platforms answer. Pure: the same answers, the same plan.
 
-Hooks are asked in this order: inventory (or a nominal device) -> capabilities, binding -> placement -> transports, memory
+Hooks are asked in this order: inventory (or a nominal device) -> binding, capabilities -> placement -> transports, memory
 and sleep once for every residency that comes into question -> decision -> collective, environment, defaults.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from vime.errors import Errors, PlanError, TopologyError, VimeError
+from vime.facts.bindings import RayBinding
 from vime.facts.capabilities import Capabilities
-from vime.facts.collectives import GroupRequest
 from vime.facts.inventory import NodeInventory
 from vime.facts.model import ModelShape
 from vime.facts.process import RoleKind, RolePlacement, RoleRequest, Slot
 from vime.planning.ask import Asker
-from vime.planning.decide import Candidate, Seat, Situation, decide, weigh
-from vime.planning.env import check_equal, merge_env
+from vime.planning.decide import Seat, Situation, decide
+from vime.planning.finish import Rest, finish
+from vime.planning.masks import mask_entries, visible_node
 from vime.planning.memory import PoolSpace
 from vime.planning.needs import PlanNeeds
 from vime.planning.place import demand_for, engine_slots, place
-from vime.planning.plan import EnginePlan, EnvReason, Plan, PlatformAnswers, PoolPlan, TrainerPlan
+from vime.planning.plan import Plan, PlatformAnswers, PoolPlan
 from vime.planning.transports import End, Wishes
-from vime.topology.load import LoadedTopology
+from vime.topology.devices import check_devices
+from vime.topology.load import LoadedTopology, fill_parts
 from vime.topology.profiles import choose_profile, nominal_nodes, real_nodes
 from vime.topology.rules import (
     PoolNodes,
@@ -40,6 +41,17 @@ from vime.topology.rules import (
 Inventories = Mapping[str, tuple[NodeInventory, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The machine that plans: the environment that processes inherit, and the pools whose node it is itself."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    pools: frozenset[str] = frozenset()
+
+
+_NOWHERE = Here()
+
+
 def make_plan(
     loaded: LoadedTopology,
     *,
@@ -47,30 +59,44 @@ def make_plan(
     needs: PlanNeeds,
     platforms: Mapping[str, PlatformAnswers],
     inventories: Inventories | None = None,
+    here: Here = _NOWHERE,
 ) -> Plan:
     """Plan a run.
 
     Args:
         platforms: by name; every pool's platform must be there.
         inventories: nodes by pool name, where they are known; other pools use their nominal device.
+        here: what the processes inherit. Masks of its environment bound the devices of its own pools.
 
     Raises:
         TopologyError, PlanError, PlacementError or Errors: what does not fit, each with rule, place and arithmetic.
+        ConfigError: an engine argument that vime sets itself.
         PluginError: a platform answered wrongly.
     """
     asker = Asker()
-    actor, rollout = _roles(loaded, needs)
+    _roles(loaded, needs)
     nodes = _nodes(loaded, platforms, inventories or {})
+    nodes, bindings, notes = _visible(loaded, nodes, platforms, asker, here)
+    loaded = fill_parts(loaded, {name: sum(len(node.devices) for node in at.nodes) for name, at in nodes.items()})
+    actor, rollout = _roles(loaded, needs)
     _raise_all(_checks(loaded, nodes, model))
-    pools = _pools(loaded, nodes, platforms, asker)
+    pools = _pools(nodes, platforms, asker, (bindings, here))
     dtype = _dtype(needs, [pools[role.pool] for role in (actor, rollout) if role is not None])
     situation = _situation(loaded, (actor, rollout), pools, platforms, _Run(model, dtype, needs))
     candidate = decide(situation, asker, _residencies(loaded, actor, rollout))
-    plan = _finish(loaded, situation, candidate, asker)
+    plan = finish(loaded, situation, candidate, asker, Rest(pools, here.env))
     perf = {name: asker.ask(platforms[pool.platform], "perf_model", pool.inventories[0]) for name, pool in pools.items()}
-    nominal = "" if inventories else "W281 made from nominal devices: no machine was looked at"
-    notes = (*plan.notes, *([nominal] if nominal else []))
+    notes = (*plan.notes, *notes, *_basis(nodes))
     return replace(plan, pools=tuple(pools.values()), perf=perf, hooks_asked=tuple(asker.asked), notes=notes)
+
+
+def _basis(nodes: Mapping[str, PoolNodes]) -> tuple[str, ...]:
+    """W281 for pools that were planned without a look at any machine."""
+    nominal = [name for name, at in nodes.items() if at.profile is not None]
+    if not nominal:
+        return ()
+    which = "" if len(nominal) == len(nodes) else f" for pool {' and '.join(nominal)}"
+    return (f"W281 made from nominal devices{which}: no machine was looked at",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +158,33 @@ def _inactive(loaded: LoadedTopology, name: str, platform: str, platforms: Mappi
     return rule_error("E271", f"pools.{name}", f"platform {platform} is not active (active: {active})", where=where, fix=fix)
 
 
+def _visible(
+    loaded: LoadedTopology, nodes: dict[str, PoolNodes], platforms: Mapping[str, PlatformAnswers], asker: Asker, here: Here
+) -> tuple[dict[str, PoolNodes], dict[str, RayBinding], tuple[str, ...]]:
+    """The nodes with the devices that this machine's masks leave, every pool's binding, and what was left out."""
+    found, bindings, notes = dict(nodes), dict[str, RayBinding](), []
+    for name, at in nodes.items():
+        _check_devices_there(loaded, at, ())
+        binding: RayBinding = asker.ask(platforms[at.pool.platform], "ray_binding", at.nodes[0])
+        bindings[name] = binding
+        if name in here.pools:
+            left = tuple(visible_node(binding, node, here.env) for node in at.nodes)
+            for before, after in zip(at.nodes, left, strict=True):
+                if len(after.devices) < len(before.devices):
+                    counts = f"{len(after.devices)} of {len(before.devices)} devices of {before.hostname}"
+                    notes.append(f"{binding.visible_env[0]} leaves {counts}")
+            found[name] = replace(at, nodes=left)
+            _check_devices_there(loaded, found[name], binding.visible_env)
+    return found, bindings, tuple(notes)
+
+
+def _check_devices_there(loaded: LoadedTopology, at: PoolNodes, masks: tuple[str, ...]) -> None:
+    if not any(node.devices for node in at.nodes):
+        fix = "look at `vime doctor`" + (f", and at {' and '.join(masks)} in the environment" if masks else "")
+        where = loaded.where("pools", at.name)
+        raise rule_error("E201", f"pools.{at.name}", "its nodes have no devices", where=where, fix=fix)
+
+
 def _checks(loaded: LoadedTopology, nodes: Mapping[str, PoolNodes], model: ModelShape) -> list[VimeError]:
     """Every rule that needs hardware or model."""
     supply = {name: sum(len(node.devices) for node in at.nodes) for name, at in nodes.items()}
@@ -142,17 +195,26 @@ def _checks(loaded: LoadedTopology, nodes: Mapping[str, PoolNodes], model: Model
 
 
 def _pools(
-    loaded: LoadedTopology, nodes: Mapping[str, PoolNodes], platforms: Mapping[str, PlatformAnswers], asker: Asker
+    nodes: Mapping[str, PoolNodes],
+    platforms: Mapping[str, PlatformAnswers],
+    asker: Asker,
+    known: tuple[Mapping[str, RayBinding], Here],
 ) -> dict[str, PoolPlan]:
+    bindings, here = known
     pools: dict[str, PoolPlan] = {}
     for name, at in nodes.items():
         platform = platforms[at.pool.platform]
-        if not any(node.devices for node in at.nodes):
-            text = "its nodes have no devices"
-            raise rule_error("E201", f"pools.{name}", text, where=loaded.where("pools", name), fix="look at `vime doctor`")
         capabilities = asker.ask(platform, "capabilities", at.nodes[0])
-        binding = asker.ask(platform, "ray_binding", at.nodes[0])
-        pools[name] = PoolPlan(name, at.pool.platform, at.nodes, capabilities, binding)
+        env = here.env if name in here.pools else {}
+        pools[name] = PoolPlan(
+            name=name,
+            platform=at.pool.platform,
+            inventories=at.nodes,
+            capabilities=capabilities,
+            binding=bindings[name],
+            lineage=platform.lineage,
+            entries=tuple(mask_entries(bindings[name], node, env) for node in at.nodes),
+        )
     return pools
 
 
@@ -206,7 +268,7 @@ def _situation(
 
 
 def _placement(loaded: LoadedTopology, pools: Mapping[str, PoolPlan]) -> dict[str, tuple[Slot, ...]]:
-    """Slots by role name."""
+    """Slots by role name, on devices that each role may use."""
     slots: dict[str, tuple[Slot, ...]] = {}
     groups = share_groups(loaded.topology, loaded.roles)
     for name, pool in pools.items():
@@ -215,6 +277,12 @@ def _placement(loaded: LoadedTopology, pools: Mapping[str, PoolPlan]) -> dict[st
         placed = place([len(node.devices) for node in pool.inventories], demands, pool=name)
         for group, demand in zip(mine, demands, strict=True):
             slots |= {role.name: placed[demand.name] for role in group}
+    errors: list[VimeError] = []
+    for role in loaded.roles:
+        if role.name in slots:
+            nodes, where = pools[role.pool].inventories, loaded.where("roles", role.name)
+            errors += check_devices(role, slots[role.name], nodes, where=where)
+    _raise_all(errors)
     return slots
 
 
@@ -272,67 +340,3 @@ def _request(
         software=pool.inventories[0].software.get(str(kind), {}),
         threads=run.needs.threads if kind is RoleKind.TRAINER else 1,
     )
-
-
-# ---- after the decision
-
-
-def _finish(loaded: LoadedTopology, situation: Situation, candidate: Candidate, asker: Asker) -> Plan:
-    trainer, trainer_rules, reasons = _trainer(loaded, situation, candidate, asker)
-    engines: list[EnginePlan] = []
-    for index in range(len(candidate.engine_requests)):
-        engine, rules, why = _engine(loaded, situation, candidate, asker, index)
-        check_equal((*trainer_rules, *rules), trainer.env, engine.env, where=loaded.where("env"))
-        engines.append(engine)
-        reasons += why if index == 0 else ()
-    args = {**(engines[0].defaults.args if engines else {}), **situation.needs.vllm}
-    memory, errors, notes = weigh(situation, candidate, args)
-    _raise_all(list(errors))
-    return Plan(
-        topology=loaded.topology.name,
-        model=situation.model,
-        dtype=situation.dtype,
-        pools=(),
-        actor=trainer,
-        engines=tuple(engines),
-        shared=situation.share_where is not None,
-        residency=candidate.residency,
-        transport=candidate.transport,
-        memory=memory,
-        perf={},
-        start_timeout_s=loaded.topology.limits.start_timeout or situation.needs.start_timeout_s,
-        notes=tuple(notes),
-        env_reasons=reasons,
-    )
-
-
-Rules = tuple[Mapping[str, Any], ...]
-
-
-def _trainer(
-    loaded: LoadedTopology, situation: Situation, candidate: Candidate, asker: Asker
-) -> tuple[TrainerPlan, Rules, tuple[EnvReason, ...]]:
-    seat, request = situation.actor, candidate.actor_request
-    collective = asker.ask(seat.platform, "collective", request, GroupRequest("trainer", seat.role.devices))
-    process_env = asker.ask(seat.platform, "process_env", request)
-    backend_env = getattr(candidate.backend, "env", {})
-    runtime = asker.ask(seat.platform, "trainer_runtime", request)
-    adaptation = asker.ask(seat.platform, "megatron_adapt", request, situation.model)
-    layers = (process_env, backend_env)
-    user, where = loaded.topology.env.trainer, loaded.where("env", "trainer")
-    env, reasons = merge_env(layers, user, process=seat.role.name, where=where)
-    plan = TrainerPlan(seat.role.pool, request, runtime, adaptation, collective, candidate.backend, env)
-    return plan, layers, reasons
-
-
-def _engine(
-    loaded: LoadedTopology, situation: Situation, candidate: Candidate, asker: Asker, index: int
-) -> tuple[EnginePlan, Rules, tuple[EnvReason, ...]]:
-    seat, request, sleep = situation.rollout, candidate.engine_requests[index], candidate.sleeps[index]
-    assert seat is not None
-    process_env = asker.ask(seat.platform, "process_env", request)
-    defaults = asker.ask(seat.platform, "vllm_defaults", request)
-    layers = (process_env, defaults.env, sleep.env)
-    user, where = loaded.topology.env.engine, loaded.where("env", "engine")
-    env, reasons = merge_env(layers, user, process=seat.role.name, where=where)
-    return EnginePlan(index, seat.role.pool, request, defaults, sleep, env), layers, reasons

@@ -188,6 +188,11 @@ def frees(leaves: MemoryBackend | NullMemory | EngineSleep, tag: Tag) -> bool:
     return not isinstance(leaves, NullMemory) and tag in leaves.tags and leaves.tags[tag].frees
 
 
+def kept_on_host(leaves: MemoryBackend | NullMemory | EngineSleep, tag: Tag) -> bool:
+    """Whether pausing a tag moves its content to the host: what is lost need not travel."""
+    return not isinstance(leaves, NullMemory) and frees(leaves, tag) and leaves.tags[tag].preserves
+
+
 def can_leave(leaves: MemoryBackend | NullMemory | EngineSleep) -> bool:
     """Whether anything at all can leave the device."""
     return not isinstance(leaves, NullMemory) and any(semantics.frees for semantics in leaves.tags.values())
@@ -296,7 +301,7 @@ def _all_bytes(occupant: Occupant, phase: str) -> int:
 
 def _memory_fix(mine: Sequence[Occupant], phase: str) -> str:
     if phase == TRAINING:
-        return "use more devices (tp, pp or dp), smaller trainer.max_tokens_per_micro_batch, or trainer.recompute full"
+        return "use more devices (tp, pp, ep or dp), smaller trainer.max_tokens_per_micro_batch, or trainer.recompute full"
     engines = any(o.role.kind == "rollout" for o in mine)
     return (
         "bound the engine's cache with rollout.vllm.kv_cache_memory_bytes, or use more devices"

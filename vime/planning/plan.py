@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from vime.facts.bindings import RayBinding
 from vime.facts.capabilities import Capabilities
@@ -40,18 +40,23 @@ class PlatformAnswers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One pool of devices: its platform and nodes."""
+    """One pool of devices: its platform and nodes.
+
+    `entries` holds, by node, the entry of every device in a visible-device variable; empty where nothing is masked.
+    """
 
     name: str
     platform: str
     inventories: tuple[NodeInventory, ...]
     capabilities: Capabilities
     binding: RayBinding
+    lineage: tuple[str, ...] = ()
+    entries: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """A training role, one rank a slot of `request.placement`."""
+    """A training role, one rank a slot of `request.placement`. `masks` are the visible-device variables, by rank."""
 
     pool: str
     request: RoleRequest
@@ -60,11 +65,22 @@ class TrainerPlan:
     collective: CollectiveSpec
     memory: MemoryBackend | NullMemory
     env: Mapping[str, str]
+    masks: tuple[Mapping[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArg:
+    """An argument of an engine's server. `origin` is sleep, user or `platform NAME`; `over` the value that it replaced."""
+
+    name: str
+    value: Any
+    origin: str
+    over: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """One engine of a rollout role."""
+    """One engine of a rollout role. `mask` are its visible-device variables."""
 
     index: int
     pool: str
@@ -72,6 +88,8 @@ class EnginePlan:
     defaults: VllmDefaults
     sleep: EngineSleep
     env: Mapping[str, str]
+    args: tuple[EngineArg, ...] = ()
+    mask: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +147,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class EnvReason:
-    """Why a process has an environment variable; `mode` is user, default, require or forbid."""
+    """Why a process has an environment variable; `mode` is user, inherited or that of the rule."""
 
     process: str
     name: str

@@ -22,6 +22,7 @@ from vime.platforms.base import BASE
 from vime.platforms.lineage import Platform, Plugin
 from vime.platforms.policy import (
     AUTO,
+    CORE,
     LOADABLE,
     REFUSED,
     PluginPolicy,
@@ -240,7 +241,10 @@ class Discovery:
         return self._candidates[name]
 
     def _nearest(self, name: str) -> str:
-        near = difflib.get_close_matches(name, self._candidates, n=1)
+        ours = {d.removeprefix(f"{CORE}-") for d in first_party_distributions()} - {CORE, *self._candidates}
+        if name in ours:
+            return f"pip install '{CORE}[{name}]'; {self._installed()}"
+        near = difflib.get_close_matches(name, [*self._candidates, *ours], n=1)
         return (f"did you mean {near[0]}? " if near else "") + self._installed()
 
     def _installed(self) -> str:

@@ -12,13 +12,22 @@ from vime.facts.process import EnvMode, EnvValue, VllmDefaults
 from vime.facts.transports import Side, TransportOffer
 
 _BOTH = "both_equal"
+_OPTIONS = frozenset({EnvMode.OPTION, EnvMode.WITHOUT})
+_VERBS = {
+    EnvMode.DEFAULT: "defaults to",
+    EnvMode.REQUIRE: "must be",
+    EnvMode.FORBID: "must not be",
+    EnvMode.OPTION: "must hold",
+    EnvMode.WITHOUT: "must be without",
+}
 
 
 def merge_env(layers: Iterable[Mapping[str, EnvValue]], *, where: str) -> dict[str, EnvValue]:
     """Environment rules of a lineage, one per variable; `layers` come parents first.
 
     A child's rule replaces its parent's default. What a parent requires or forbids may be repeated or made stricter,
-    never loosened: that is a PluginError with both reasons. `both_equal` stays once it is said.
+    never loosened: that is a PluginError with both reasons. A rule about an option of a list may be repeated; another rule
+    beside it is a contradiction, as one rule per variable can be kept. `both_equal` stays once it is said.
     """
     merged: dict[str, EnvValue] = {}
     for layer in layers:
@@ -31,6 +40,8 @@ def merge_env(layers: Iterable[Mapping[str, EnvValue]], *, where: str) -> dict[s
 def _combine(name: str, parent: EnvValue, child: EnvValue, *, where: str) -> EnvValue:
     scope = _BOTH if _BOTH in (parent.scope, child.scope) else child.scope
     child = replace(child, scope=scope)
+    if _OPTIONS & {parent.mode, child.mode}:
+        return _combine_options(name, parent, child, where=where)
     if parent.mode is EnvMode.DEFAULT:
         if child.mode is EnvMode.FORBID and child.value != parent.value:
             raise _contradiction(name, parent, child, where=where, what="one rule per variable can be kept")
@@ -47,10 +58,23 @@ def _combine(name: str, parent: EnvValue, child: EnvValue, *, where: str) -> Env
     return stricter
 
 
+def _combine_options(name: str, parent: EnvValue, child: EnvValue, *, where: str) -> EnvValue:
+    """Rules about options of a list: equal ones merge, a whole value may not stand beside them."""
+    if (parent.mode, parent.value) == (child.mode, child.value):
+        return child
+    one_option = {parent.mode, child.mode} <= _OPTIONS and option_name(parent.value) == option_name(child.value)
+    what = "they are about one option" if one_option else "one rule per variable can be kept"
+    raise _contradiction(name, parent, child, where=where, what=what)
+
+
+def option_name(text: str) -> str:
+    """`expandable_segments` of `expandable_segments:True`."""
+    return text.partition(":")[0].strip()
+
+
 def _contradiction(name: str, parent: EnvValue, child: EnvValue, *, where: str, what: str) -> PluginError:
     def told(rule: EnvValue) -> str:
-        verb = {EnvMode.DEFAULT: "defaults to", EnvMode.REQUIRE: "must be", EnvMode.FORBID: "must not be"}[rule.mode]
-        return f"{name} {verb} {rule.value!r} ({rule.why})"
+        return f"{name} {_VERBS[rule.mode]} {rule.value!r} ({rule.why})"
 
     return PluginError(
         f"environment rules contradict: a parent says {told(parent)}, its child says {told(child)}; {what}",

@@ -1,12 +1,15 @@
-"""A record of hook calls, so that a test can prove that a hook is really asked in a run of many processes."""
+"""A record of hook calls, so that a hook can be shown to be asked, or not, in a run of many processes."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from vime.hooks.specs import RULES
 
 TRACE_VARIABLE = "VIME_TRACE_PLUGINS"
 """Names a file to which every process of a run appends one JSON line a hook call."""
@@ -43,3 +46,19 @@ def append_to(path: str) -> OnCall:
             os.close(descriptor)
 
     return write
+
+
+def read_trace(path: Path | str) -> tuple[HookCall, ...]:
+    """Calls of every process that wrote to the file; arguments and answers are JSON values."""
+    calls: list[HookCall] = []
+    for line in Path(path).read_text().splitlines():
+        row = json.loads(line)
+        row.pop("pid")
+        calls.append(HookCall(**row | {"plugins": tuple(row["plugins"])}))
+    return tuple(calls)
+
+
+def unasked(calls: Iterable[HookCall]) -> tuple[str, ...]:
+    """Runtime hooks that no call asked, in the order of the specification."""
+    asked = {call.hook for call in calls}
+    return tuple(name for name, rule in RULES.items() if rule.runtime and name not in asked)

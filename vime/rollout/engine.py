@@ -14,52 +14,18 @@ from typing import Any
 
 import aiohttp
 
-from vime.errors import ConfigError, DeadlineError, EngineError, Errors, VimeError
-from vime.facts.process import Parallel, VllmDefaults
+from vime.errors import DeadlineError, EngineError, PluginError, VimeError
+from vime.facts.process import Factory, Parallel
+from vime.planning.engine_args import ENGINE_NEEDS, OWNED_KEYS, merge_engine_args, refuse_owned
 from vime.rollout.launcher import Child, child_env
 from vime.rollout.ports import LOOPBACK, PortLease, lease_port
 from vime.weights.gate import TOKEN_HEADER
 
+__all__ = ["ENGINE_NEEDS", "EngineServer", "EngineSpec", "engine_command", "engine_env", "find_cause", "merge_engine_args"]
+
 DEFAULT_LAUNCH = "vllm.entrypoints.launchers.api_server.entry"
 SERVED_MODEL = "policy"
 
-GATE = "vime.weights.gate.Gate"
-
-ENGINE_NEEDS: Mapping[str, Any] = {
-    "enable_scale_out": True,
-    "logprobs_mode": "processed_logprobs",
-    "weight_transfer_config": {"backend": "vime"},
-    "middleware": [GATE],
-}
-"""Arguments that vime cannot do without: the token-in, token-out route, log-probs after temperature, its own weights."""
-
-OWNED_KEYS: Mapping[str, str] = {
-    "model": "model.path",
-    "model_tag": "model.path",
-    "served_model_name": "nothing: vime names the model itself",
-    "dtype": "model.dtype",
-    "host": "nothing: engines listen on 127.0.0.1",
-    "port": "nothing: vime takes free ports",
-    "uds": "nothing: engines listen on 127.0.0.1",
-    "api_key": "nothing: vime makes a key for every run",
-    "seed": "run.seed",
-    "tensor_parallel_size": "topology roles.<rollout>.parallel.tp",
-    "pipeline_parallel_size": "topology roles.<rollout>.parallel.pp",
-    "data_parallel_size": "topology roles.<rollout>.parallel.dp",
-    "headless": "topology roles.<rollout>",
-    "grpc": "nothing: vime speaks HTTP to its engines",
-    "api_server_count": "nothing: the gate is held by one server process",
-    "config": "rollout.vllm: write the arguments there",
-}
-"""vLLM arguments that vime sets itself, and the vime key to use for them."""
-
-_NEEDED_KEYS: Mapping[str, str] = {
-    "enable_scale_out": "nothing: samples travel as tokens",
-    "tokens_only": "nothing: samples travel as tokens",
-    "logprobs_mode": "nothing: training needs log-probs after temperature",
-    "weight_transfer_config": "topology sync",
-    "middleware": "nothing: vime's gate is the middleware",
-}
 _STORE_TRUE = frozenset(
     {"headless", "grpc", "disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb"}
 )
@@ -74,7 +40,8 @@ class EngineSpec:
 
     `args` are vLLM arguments with underscores, merged by `merge_engine_args`; a `max_model_len` in them wins over the
     field. `run_token` identifies the run: the server must repeat it before it is used. `entry_points` are the plugins
-    that vLLM may load; `expected_platform` is the vLLM platform class that they must lead to.
+    that vLLM may load; `expected_platform` is the vLLM platform class that they must lead to. `unset` are variables that the
+    server must not inherit. `halves` are engine halves of transports, by protocol, beyond those that vime has itself.
     """
 
     model_path: Path
@@ -87,6 +54,8 @@ class EngineSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     entry_points: tuple[str, ...] = ()
     expected_platform: str | None = None
+    unset: tuple[str, ...] = ()
+    halves: Mapping[str, Factory] = field(default_factory=dict)
     launch: str = DEFAULT_LAUNCH
     api_key: str | None = None
     seed: int = 0
@@ -94,23 +63,12 @@ class EngineSpec:
     command_prefix: tuple[str, ...] = ()
 
 
-def merge_engine_args(defaults: VllmDefaults, user: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Any]:
-    """Platform defaults under the user's section under `needed` (of the plan). A null of the user removes a default.
-
-    Raises ConfigError for a key that vime owns, naming the vime key to use; several are reported together.
-    """
-    refused = {**OWNED_KEYS, **_NEEDED_KEYS}
-    _refuse(user, refused)
-    merged = {**defaults.args, **{key.replace("-", "_"): value for key, value in user.items()}, **needed}
-    return {key: value for key, value in merged.items() if value is not None}
-
-
 def engine_command(spec: EngineSpec, port: int) -> list[str]:
     """The command line of a server on `port`, `ENGINE_NEEDS` included.
 
     Raises ConfigError for an argument that has a field of its own in the spec.
     """
-    _refuse(spec.args, OWNED_KEYS)
+    refuse_owned(spec.args, OWNED_KEYS)
     parallel = spec.parallel
     own: dict[str, Any] = {
         "model": str(spec.model_path),
@@ -122,6 +80,7 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
         "tensor_parallel_size": parallel.tp if parallel.tp > 1 else None,
         "pipeline_parallel_size": parallel.pp if parallel.pp > 1 else None,
         "data_parallel_size": parallel.dp if parallel.dp > 1 else None,
+        "enable_expert_parallel": True if parallel.ep > 1 else None,
         "max_model_len": spec.max_model_len,
     }
     command = [sys.executable, "-m", spec.launch]
@@ -162,10 +121,20 @@ def engine_env(spec: EngineSpec) -> dict[str, str]:
         needs["VLLM_API_KEY"] = spec.api_key
     if spec.expected_platform is not None:
         needs["VIME_EXPECTED_PLATFORM"] = spec.expected_platform
-    env = child_env({**needs, **spec.env})
+    if spec.halves:
+        needs["VIME_ENGINE_HALVES"] = _halves_text(spec.halves)
+    env = {name: value for name, value in child_env({**needs, **spec.env}).items() if name not in spec.unset}
     chosen = [name.strip() for name in env.get("VLLM_PLUGINS", "").split(",") if name.strip()]
     env["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*spec.entry_points, *chosen]))
     return env
+
+
+def _halves_text(halves: Mapping[str, Factory]) -> str:
+    try:
+        return json.dumps({name: {"target": half.target, "options": dict(half.options)} for name, half in halves.items()})
+    except TypeError as error:
+        what = f"the engine half of {' and '.join(halves)} has options that are not JSON: {error}"
+        raise PluginError(what, fix="let the platform offer numbers, text, lists and mappings only") from error
 
 
 class EngineServer:
@@ -324,18 +293,23 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 # ---- what a log says
 
-_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s?)?")
+_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s?)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s?)?")
 _RAISED = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|NotFound|Refused)\b(?::|$)")
 _USAGE = re.compile(r"^[\w.\-/]+: error: ")
+_OWN_ERRORS = "vime.errors."
 _WRAPPERS = ("Engine core initialization failed", "Failed core proc", "WorkerProc initialization failed")
 
 
 def find_cause(log: str) -> str | None:
     """The first error in a server's log that is not merely the echo of another one, with the lines that belong to it.
 
+    An error of vime's own goes before all others: it names the reason of what else went wrong.
     Tracebacks of several processes interleave and the end of the log is the shutdown's noise, so the tail says little.
     """
     lines = [_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
+    for index, line in enumerate(lines):
+        if line.startswith(_OWN_ERRORS):
+            return "\n".join([line.removeprefix(_OWN_ERRORS).partition(": ")[2], *_continuation(lines[index + 1 :])])
     for index, line in enumerate(lines):
         if _USAGE.match(line):
             return line
@@ -348,20 +322,8 @@ def find_cause(log: str) -> str | None:
 def _continuation(lines: Sequence[str]) -> list[str]:
     """Indented lines after an error belong to it (a validation error lists its findings so)."""
     kept: list[str] = []
-    for line in lines[:6]:
+    for line in lines[:12]:
         if not line.startswith("  ") or line.lstrip().startswith("File "):
             break
         kept.append(line)
     return kept
-
-
-def _refuse(keys: Mapping[str, Any], owned: Mapping[str, str]) -> None:
-    errors = [
-        ConfigError(f"rollout.vllm.{key} is set by vime", fix=f"use {owned[name]}")
-        for key in keys
-        if (name := key.replace("-", "_").removeprefix("no_")) in owned
-    ]
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise Errors(errors)

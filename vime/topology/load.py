@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vime.errors import Errors, TopologyError, VimeError
 from vime.topology.findings import describe_validation
 from vime.topology.model import SCHEMA, Topology
-from vime.topology.rules import ResolvedRole, check_shares, resolve_roles
+from vime.topology.rules import ResolvedRole, check_shares, resolve_roles, rule_error
 from vime.topology.structure import fields_at, homes_of
 from vime.yamltree import (
     Entries,
@@ -102,11 +102,69 @@ def fill_platform(loaded: LoadedTopology, platform: str) -> LoadedTopology:
         if pool.platform not in ("auto", platform):
             what = f"E105 pools.{name}.platform: {pool.platform} is pinned here, but {platform} was asked for"
             where = loaded.where("pools", name, "platform")
-            errors.append(TopologyError(what, where=where, fix="leave --platform out, or write `platform: auto` in the pool"))
+            fix = "leave --platform out, or choose a topology for any platform (--topology colocate or disaggregated)"
+            errors.append(TopologyError(what, where=where, fix=fix))
         pools[name] = pool.model_copy(update={"platform": platform})
     if errors:
         raise errors[0] if len(errors) == 1 else Errors(errors)
     return replace(loaded, topology=loaded.topology.model_copy(update={"pools": pools}))
+
+
+def fill_device(loaded: LoadedTopology, device: str | None, known: Mapping[str, Collection[str]]) -> LoadedTopology:
+    """Give `device` to pools that name none and whose platform knows it; `known` are nominal devices by pool.
+
+    Raises TopologyError E104 where no pool can take it.
+    """
+    if device is None:
+        return loaded
+    free = [name for name, pool in loaded.topology.pools.items() if pool.device is None]
+    takers = [name for name in free if device in known[name]]
+    if not takers:
+        names = sorted({kind for name in free for kind in known[name]})
+        pinned = "every pool names its own" if not free else did_you_mean(device, names, what="devices")
+        raise TopologyError(f"E104 no pool can take the device {device!r}", where=loaded.where("pools"), fix=pinned)
+    pools = {
+        name: pool.model_copy(update={"device": device}) if name in takers else pool
+        for name, pool in loaded.topology.pools.items()
+    }
+    return replace(loaded, topology=loaded.topology.model_copy(update={"pools": pools}))
+
+
+def fill_parts(loaded: LoadedTopology, supply: Mapping[str, int]) -> LoadedTopology:
+    """Fill in roles that take a part of their pool. `supply` are devices by pool.
+
+    Raises TopologyError or Errors: E201 for half of an odd number, E206 for engines that do not divide their devices, and
+    whatever the numbers then break.
+    """
+    if not any(role.part for role in loaded.roles):
+        return loaded
+    roles = dict(loaded.topology.roles)
+    errors: list[VimeError] = []
+    for role in loaded.roles:
+        if role.part is None:
+            continue
+        devices, left = divmod(supply[role.pool], 1 if role.part == "all" else 2)
+        update: dict[str, int] = {"devices": devices}
+        where, path = loaded.where("roles", role.name, "devices"), f"roles.{role.name}.devices"
+        if left or devices == 0:
+            text = f"{role.part} of {supply[role.pool]} devices of pool {role.pool} is no whole number of them"
+            errors.append(rule_error("E201", path, text, where=where, fix="write numbers of devices"))
+            continue
+        if role.kind == "rollout":
+            each = role.devices_per_engine
+            if devices % each:
+                text = f"{devices} devices ({role.part} of pool {role.pool}) are not a multiple of an engine's {each}"
+                errors.append(rule_error("E206", path, text, where=where, fix="write another tp, or numbers of devices"))
+                continue
+            if "engines" not in roles[role.name].model_fields_set:
+                update["engines"] = devices // each
+        roles[role.name] = roles[role.name].model_copy(update=update)
+    topology = loaded.topology.model_copy(update={"roles": roles})
+    filled, more = resolve_roles(topology, loaded.tree)
+    errors += more or check_shares(topology, filled, loaded.tree)
+    if errors:
+        raise errors[0] if len(errors) == 1 else Errors(errors)
+    return replace(loaded, topology=topology, roles=filled)
 
 
 def _tree(source: str | Path | Mapping[str, Any] | Node) -> tuple[Node, str]:

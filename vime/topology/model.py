@@ -18,6 +18,8 @@ MAX_DEVICES = 100_000
 
 Text = Annotated[str, Field(min_length=1)]
 Size = Annotated[Count, Field(le=MAX_DEVICES)]
+Part = Literal["all", "half"]
+"""How much of its pool a role takes, where the file does not know the hardware."""
 
 
 class Domain(Section):
@@ -74,8 +76,10 @@ class Role(Section):
     kind: Literal["train", "rollout"]
     pool: Text | None = Field(default=None, description="null: the only pool, or that of `like`.")
     like: Text | None = Field(default=None, description="Takes pool, devices and parallel of another role.")
-    devices: Size | None = Field(default=None, description="null: what parallel and engines need.")
-    engines: Size = Field(default=1, description="Rollout only: how many engines.")
+    devices: Size | Part | None = Field(
+        default=None, description="null: what parallel and engines need; `all` or `half`: of the pool's devices."
+    )
+    engines: Size = Field(default=1, description="Rollout only: how many engines; with a part of the pool, as many as fit.")
     parallel: Axes = Axes()
     optimizer: bool = Field(default=True, description="Train only: false for a frozen role.")
     stage: Literal["prefill", "decode"] | None = Field(default=None, description="Rollout only: half of a split engine.")

@@ -11,7 +11,10 @@ from vime.yamltree import Node, did_you_mean
 
 
 def choose_profile(name: str, pool: Pool, profiles: tuple[DeviceProfile, ...], tree: Node) -> DeviceProfile:
-    """The profile that a pool's `device` names, or the platform's only one. Raises TopologyError E104."""
+    """The profile that a pool's `device` names; else the platform's only one, or the one with the platform's own name.
+
+    Raises TopologyError E104.
+    """
     known = {p.name: p for p in profiles}
     if pool.device is not None:
         if pool.device in known:
@@ -20,9 +23,21 @@ def choose_profile(name: str, pool: Pool, profiles: tuple[DeviceProfile, ...], t
         raise rule_error("E104", f"pools.{name}.device", f"{pool.platform} knows no {pool.device!r}", where=where, fix=fix)
     if len(known) == 1:
         return profiles[0]
+    if pool.platform in known:
+        return known[pool.platform]
     text = f"{pool.platform} knows {len(known)} nominal devices and none is named"
-    fix = f"write `device:` with one of {', '.join(known)}" if known else "give --inventory, or run on the machine"
+    listed = ", ".join(known)
+    fix = f"give --device, or write `device:`, with one of {listed}" if known else "give --inventory, or run on the machine"
     raise rule_error("E104", f"pools.{name}.device", text, where=place_of(tree, "pools", name), fix=fix)
+
+
+def looks_like(node: NodeInventory, profile: DeviceProfile) -> bool:
+    """Whether a machine's devices are what a profile describes: same instruction set where both say it, memory within 10 %."""
+    return bool(node.devices) and all(
+        (None in (device.arch, profile.device_arch) or device.arch == profile.device_arch)
+        and abs(device.memory_bytes - profile.memory_bytes) <= profile.memory_bytes / 10
+        for device in node.devices
+    )
 
 
 def node_sizes(name: str, pool: Pool, *, default: int | None, demand: int, tree: Node) -> tuple[int, ...]:

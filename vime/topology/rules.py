@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,8 @@ RULES: Mapping[str, str] = {
     "E205": "a parallel size does not divide the model",
     "E206": "engines x devices of an engine is not the role's number of devices",
     "E211": "devices_per_node is not what the hardware has",
+    "E212": "a training role would sit on a part of a device",
+    "E213": "a role would sit on a device that is not healthy",
     "E231": "roles share devices, cannot leave them, and do not fit together",
     "E232": "roles of different platforms share devices",
     "E233": "roles that take turns use different sets of devices",
@@ -40,7 +43,10 @@ RULES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRole:
-    """A role with every number filled in. `parallel.dp` of a rollout role is inside one engine."""
+    """A role with every number filled in. `parallel.dp` of a rollout role is inside one engine.
+
+    With `part` the role takes that much of its pool; until the pool is known, its numbers are the smallest possible.
+    """
 
     name: str
     kind: str
@@ -51,6 +57,7 @@ class ResolvedRole:
     optimizer: bool = True
     stage: str | None = None
     endpoints: tuple[str, ...] = ()
+    part: str | None = None
 
     @property
     def devices_per_engine(self) -> int:
@@ -97,7 +104,7 @@ def _resolve(name: str, topology: Topology, tree: Node) -> ResolvedRole:
     if resolved.devices > MAX_DEVICES:
         text = f"{resolved.devices} devices are more than {MAX_DEVICES}"
         raise rule_error("E103", f"roles.{name}", text, where=place_of(tree, "roles", name), fix="write the number you have")
-    return replace(resolved, pool=pool)
+    return replace(resolved, pool=pool, part=role.devices if isinstance(role.devices, str) else None)
 
 
 def _with_like(name: str, topology: Topology, tree: Node, above: tuple[str, ...]) -> Role:
@@ -136,7 +143,8 @@ def _pool_name(name: str, role: Role, topology: Topology, tree: Node) -> str:
 def _resolve_train(name: str, role: Role, tree: Node) -> ResolvedRole:
     axes, path = role.parallel, f"roles.{name}"
     replica = axes.tp * axes.pp * axes.cp
-    devices = replica * (axes.dp or 1) if role.devices is None else role.devices
+    least = axes.pp * math.lcm(axes.tp * axes.cp, axes.ep * axes.etp) if axes.dp is None else replica * axes.dp
+    devices = role.devices if isinstance(role.devices, int) else (least if role.devices else replica * (axes.dp or 1))
     where = place_of(tree, "roles", name, "devices")
     product = f"tp {axes.tp} x pp {axes.pp} x cp {axes.cp} = {replica}"
     if devices > MAX_DEVICES:
@@ -172,7 +180,7 @@ def _resolve_rollout(name: str, role: Role, tree: Node) -> ResolvedRole:
     parallel = Parallel(axes.tp, axes.pp, 1, axes.ep, 1, dp)
     if role.endpoints:
         return ResolvedRole(name, "rollout", "", parallel, len(role.endpoints), 0, False, role.stage, role.endpoints)
-    devices = role.engines * each if role.devices is None else role.devices
+    devices = role.devices if isinstance(role.devices, int) else role.engines * each
     if devices != role.engines * each:
         text = f"{role.engines} engines x ({product}) = {role.engines * each}, but devices says {devices}"
         near = f"use devices {role.engines * each}"
@@ -233,7 +241,7 @@ def _same_devices(index: int, members: list[ResolvedRole], topology: Topology, w
     elif len({m.pool for m in members}) > 1:
         listed = ", ".join(f"{m.name} in {m.pool}" for m in members)
         yield rule_error("E233", path, f"the roles sit in different pools: {listed}", where=where, fix="put them in one pool")
-    elif len({m.devices for m in members}) > 1:
+    elif len({m.devices for m in members}) > 1 and not any(m.part for m in members):
         yield _unequal(path, members, where)
 
 

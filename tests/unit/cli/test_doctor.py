@@ -25,7 +25,7 @@ def recording(tmp_path: Path, **changes: object) -> Path:
 
 
 def test_a_good_machine_ends_with_zero(vime, tmp_path) -> None:
-    done = vime("doctor", "--replay", str(recording(tmp_path)))
+    done = vime("doctor", "--inventory", str(recording(tmp_path)))
     assert done.returncode == 0
     assert done.stdout.startswith("platform: cpu\n")
     assert done.stdout.endswith("0 errors, 0 warnings\n")
@@ -33,12 +33,13 @@ def test_a_good_machine_ends_with_zero(vime, tmp_path) -> None:
 
 def test_an_error_ends_with_one_and_comes_first_with_its_fix(vime, tmp_path) -> None:
     software = {"engine": {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}}
-    done = vime("doctor", "--replay", str(recording(tmp_path, software=software)))
+    done = vime("doctor", "--inventory", str(recording(tmp_path, software=software)))
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert lines[1].startswith("ERROR   cpu.media: torchvision 0.28.0 beside torch 2.13.0+cpu")
-    assert lines[2].strip().startswith("fix: ")
-    assert "pip uninstall -y torchvision" in lines[2]
+    assert lines[1].endswith("recording.json (synthetic 2026-11-29, platform cpu)")
+    assert lines[2].startswith("ERROR   cpu.media: torchvision 0.28.0 beside torch 2.13.0+cpu")
+    assert lines[3].strip().startswith("fix: ")
+    assert "pip uninstall -y torchvision" in lines[3]
     assert "WARNING cpu.trainer" in done.stdout
 
 
@@ -50,7 +51,7 @@ def test_the_platform_of_this_machine_is_found_and_recorded(vime, tmp_path) -> N
     assert all(check["fix"] for check in data["checks"] if check["severity"] != "ok")
     recorded = json.loads(path.read_text())
     assert (recorded["platform"], recorded["origin"]) == ("cpu", "recorded")
-    again = json.loads(vime("doctor", "--replay", str(path), "--json").stdout)
+    again = json.loads(vime("doctor", "--inventory", str(path), "--json").stdout)
     ids = {check["id"] for check in data["checks"]} - {"cpu.env"}
     assert {check["id"] for check in again["checks"]} == ids
 
@@ -75,12 +76,12 @@ def test_a_broken_platform_is_an_error_and_never_another_one(vime, broken_plugin
 def test_what_is_no_recording_is_refused(vime, tmp_path, text: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
-    done = vime("doctor", "--replay", str(path))
+    done = vime("doctor", "--inventory", str(path))
     assert done.returncode == 1
-    assert f"{path}: cannot replay" in done.stderr
+    assert f"{path}: not a recording: " in done.stderr
 
 
 def test_a_recording_of_another_platform_is_refused(vime, tmp_path) -> None:
-    done = vime("doctor", "--replay", str(recording(tmp_path)), "--platform", "gadget")
+    done = vime("doctor", "--inventory", str(recording(tmp_path)), "--platform", "gadget")
     assert done.returncode == 1
     assert "the recording is of platform 'cpu'" in done.stderr

@@ -79,16 +79,85 @@ def test_as_json(vime: Vime, run_file: str) -> None:
 
 
 def test_for_a_recording(vime: Vime, run_file: str, tmp_path: Path) -> None:
-    facts = {"hostname": "far", "arch": "x86_64", "cpus": [0, 1], "memory_bytes": 4 * 2**30, "numa": [], "software": {}}
-    recording = tmp_path / "r.json"
-    recording.write_text(json.dumps({"platform": "cpu", "origin": "synthetic", "date": "2026-01-01", "data": facts}))
-    done = vime("plan", run_file, "--inventory", str(recording))
+    done = vime("plan", run_file, "--inventory", recording(tmp_path))
     assert "far[0]" in done.stdout, done.stderr
-    small = {**facts, "memory_bytes": 2**20}
-    recording.write_text(json.dumps({"platform": "cpu", "origin": "synthetic", "date": "2026-01-01", "data": small}))
-    done = vime("plan", run_file, "--inventory", str(recording))
+    small = {"hostname": "far", "arch": "x86_64", "cpus": [0], "memory_bytes": 2**20, "numa": [], "software": {}}
+    done = vime("plan", run_file, "--inventory", recording(tmp_path, data=small))
     assert done.returncode == 1
     assert "E251 pools.host" in done.stderr
+
+
+def recording(folder: Path, name: str = "r.json", **changes: object) -> str:
+    facts = {"hostname": "far", "arch": "x86_64", "cpus": [0, 1], "memory_bytes": 4 * 2**30, "numa": [], "software": {}}
+    made = {"platform": "cpu", "origin": "synthetic", "date": "2026-01-01", "data": facts} | changes
+    path = folder / name
+    path.write_text(json.dumps({key: value for key, value in made.items() if value is not None}))
+    return str(path)
+
+
+def test_the_origin_of_a_recording_is_told(vime: Vime, run_file: str, tmp_path: Path) -> None:
+    done = vime("plan", run_file, "--inventory", recording(tmp_path))
+    assert "note: pool host is planned from" in done.stdout
+    assert "(synthetic 2026-01-01, platform cpu)" in done.stdout
+
+
+def test_a_recording_that_no_pool_can_use(vime: Vime, run_file: str, tmp_path: Path) -> None:
+    done = vime("plan", run_file, "--inventory", recording(tmp_path, platform="gadget"))
+    assert "no pool of cpu-colocate is of the platform of" in done.stderr
+    assert "fix: give --platform gadget" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"origin": "guessed"}, "origin must be recorded or synthetic, not 'guessed'"),
+        ({"date": "yesterday"}, "date must be like 2026-01-31, not 'yesterday'"),
+        ({"platform": None}, "key 'platform' is missing"),
+        ({"host": 1}, "key 'host' is unknown"),
+        ({"data": [], "platform": ""}, "platform must be a name; data must be an object"),
+    ],
+)
+def test_a_recording_is_checked(vime: Vime, run_file: str, tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    done = vime("plan", run_file, "--inventory", recording(tmp_path, **changes))
+    assert done.returncode == 1
+    assert f"r.json: not a recording: {said}" in done.stderr
+
+
+def test_a_run_of_a_plan_is_the_same_plan_and_starts_nothing(vime: Vime, run_file: str, tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text('{"prompt": "1 + 1 =", "label": "2"}\n')
+    words = (run_file, "--inventory", recording(tmp_path))
+    assert vime("run", *words, "--dry-run").stdout == vime("plan", *words).stdout
+    assert not (tmp_path / "out").exists()
+    done = vime("run", *words)
+    assert "--inventory is for plans; a run takes the hardware that is here" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_that_nobody_can_take(vime: Vime, run_file: str) -> None:
+    done = vime("plan", run_file, "--topology", "colocate", "--device", "cpus")
+    assert "E104 no pool can take the device 'cpus'" in done.stderr
+    assert "did you mean `cpu`?" in done.stderr
+    assert "W281" in vime("plan", run_file, "--topology", "colocate", "--device", "cpu").stdout
+
+
+def test_a_platform_that_the_topology_does_not_pin(vime: Vime, run_file: str) -> None:
+    done = vime("plan", run_file, "--platform", "gadget")
+    assert "E105 pools.host.platform: cpu is pinned here" in done.stderr
+    assert "--topology colocate" in done.stderr
+
+
+def test_every_part_of_the_plan_is_shown(vime: Vime, run_file: str) -> None:
+    text = vime("plan", run_file).stdout
+    for part in (
+        "platform cpu -> base",
+        "scheduling\n  pool host: Ray resource vime_cpu_slot, labels none",
+        "sleep of rollout: level 0",
+        "trainer actor\n  runtime",
+        "collective of actor\n  backend  gloo",
+        "engine arguments",
+        "  enforce_eager                 true                        platform cpu",
+    ):
+        assert part in text
 
 
 def test_a_file_that_is_no_recording(vime: Vime, run_file: str, tmp_path: Path) -> None:

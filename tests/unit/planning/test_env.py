@@ -68,3 +68,72 @@ def test_both_sides_must_agree_where_the_rule_says_so() -> None:
     check_equal(rules, {"A": "1"}, {"A": "1"})
     with pytest.raises(PlanError, match="E262 A is '1' for the trainer and None for the engine: one communicator"):
         check_equal(rules, {"A": "1"}, {})
+
+
+# ---- lists of options
+
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+WITHOUT = {name: rule("expandable_segments", EnvMode.WITHOUT, "the sleep pool needs it") for name in ALLOCATORS}
+
+
+def optioned(
+    *layers: dict[str, EnvValue], user: dict[str, str] | None = None, inherited: dict[str, str] | None = None
+) -> dict[str, str]:
+    return merge_env(layers, user or {}, process="rollout", where="t.yaml:4", inherited=inherited)[0]
+
+
+def test_an_option_is_taken_out_and_the_others_stay_under_both_names() -> None:
+    given = dict.fromkeys(ALLOCATORS, "expandable_segments:True,max_split_size_mb:128")
+    for source in ("user", "inherited"):
+        assert optioned(WITHOUT, **{source: given}) == dict.fromkeys(ALLOCATORS, "max_split_size_mb:128")
+    only = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert optioned(WITHOUT, inherited=only) == {"PYTORCH_ALLOC_CONF": ""}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "a:1"),
+        ("b:2", "b:2,a:1"),
+        ("a:0,b:2", "b:2,a:1"),
+        ("a:1,b:2", None),
+        ("b:[x:1,y:2],a:0", "b:[x:1,y:2],a:1"),
+    ],
+)
+def test_an_option_is_put_in_place_of_its_other_value(before: str | None, after: str | None) -> None:
+    inherited = {} if before is None else {"A": before}
+    assert optioned({"A": rule("a:1", EnvMode.OPTION)}, inherited=inherited) == ({} if after is None else {"A": after})
+
+
+def test_nothing_is_said_where_nothing_changes() -> None:
+    assert optioned(WITHOUT, inherited=dict.fromkeys(ALLOCATORS, "max_split_size_mb:128")) == {}
+    assert optioned(WITHOUT) == {}
+    assert optioned(WITHOUT, user={"PYTORCH_ALLOC_CONF": "x:1"}) == {"PYTORCH_ALLOC_CONF": "x:1"}
+
+
+def test_the_users_value_goes_before_the_inherited_one_and_the_reason_says_which() -> None:
+    layers, user = (WITHOUT,), {ALLOCATORS[0]: "expandable_segments:True,a:1"}
+    values, reasons = merge_env(layers, user, process="rollout", inherited={ALLOCATORS[0]: "b:2"})
+    assert values == {ALLOCATORS[0]: "a:1"}
+    assert [(r.mode, r.why) for r in reasons] == [
+        ("without", "the sleep pool needs it (from your value 'expandable_segments:True,a:1')")
+    ]
+
+
+def test_options_that_contradict() -> None:
+    with_it = {ALLOCATORS[0]: rule("expandable_segments:True", EnvMode.OPTION, "less waste")}
+    with pytest.raises(PlanError, match=r"E261 rollout: .* must be without .*sleep pool.* and with .*less waste"):
+        optioned(WITHOUT, with_it)
+    required = {ALLOCATORS[0]: rule("expandable_segments:True", EnvMode.REQUIRE, "x")}
+    with pytest.raises(PlanError, match="E261 rollout"):
+        optioned(required, WITHOUT)
+    assert optioned(with_it, with_it) == {ALLOCATORS[0]: "expandable_segments:True"}
+
+
+def test_a_forbidden_value_that_the_machine_sets_is_refused() -> None:
+    forbid = {"A": rule("0", EnvMode.FORBID, "it turns the fabric off")}
+    with pytest.raises(PlanError, match=r"A is '0' \(inherited from the environment\), which is forbidden") as caught:
+        optioned(forbid, inherited={"A": "0"})
+    assert (caught.value.where, caught.value.fix) == (None, "remove A from the environment, or give another value")
+    assert optioned(forbid, inherited={"A": "1"}) == {}
+    assert optioned(forbid, user={"A": "2"}, inherited={"A": "0"}) == {"A": "2"}

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.errors import Errors, PlacementError, PlanError, TopologyError, VimeError
+from vime.errors import ConfigError, Errors, PlacementError, PlanError, TopologyError, VimeError
+from vime.facts.bindings import RayBinding
 from vime.facts.diagnosis import ProbeContext
+from vime.facts.inventory import NodeInventory
 from vime.facts.memory import EngineSleep, NullMemory, Tag
 from vime.facts.model import ModelShape
 from vime.facts.process import EnvMode, EnvValue, Slot
 from vime.facts.transports import Relation, Side
 from vime.planning.explain import explain_json, explain_text, slots_text, switches
-from vime.planning.make import make_plan
+from vime.planning.make import Here, make_plan
 from vime.planning.needs import PlanNeeds
 from vime.planning.plan import Plan
 from vime.platforms.cpu import plugin
@@ -135,8 +137,8 @@ def test_hooks_are_asked_in_the_stated_order_once_for_every_residency() -> None:
     engine = ["process_env", "vllm_defaults"]
     assert fake.calls == [
         "profiles",
-        "capabilities",
         "ray_binding",
+        "capabilities",
         *candidate,
         *candidate,
         "collective",
@@ -148,8 +150,8 @@ def test_hooks_are_asked_in_the_stated_order_once_for_every_residency() -> None:
         "perf_model",
     ]
     assert plan.hooks_asked[:3] == (
-        "acme.capabilities(p-0)",
         "acme.ray_binding(p-0)",
+        "acme.capabilities(p-0)",
         "acme.transports(actor -> rollout, trainer)",
     )
     assert len(plan.hooks_asked) == len(fake.calls) - 1
@@ -466,3 +468,128 @@ def test_the_search_finds_plans_and_errors() -> None:
     }
     assert isinstance(outcome(good, TINY_MODEL, PlanNeeds()), Plan)
     assert isinstance(outcome({**good, "env": {"trainer": {"A": "0"}}}, TINY_MODEL, PlanNeeds()), str)
+
+
+# ---- what the placement uses, what the machine sets
+
+
+class Masked(FakePlatform):
+    """Discrete devices that a variable masks."""
+
+    def ray_binding(self, inventory: NodeInventory) -> RayBinding:
+        return RayBinding("NPU", ("VISIBLE",), ("NOSET",), unset_env=("OTHER",))
+
+
+def live_plan(node: NodeInventory, env: dict[str, str], source: Any, fake: FakePlatform | None = None) -> Plan:
+    return make_plan(
+        load_topology(source),
+        model=TINY_MODEL,
+        needs=BOUNDED,
+        platforms={"acme": fake or Masked()},
+        inventories={"p": (node,)},
+        here=Here(env, frozenset({"p"})),
+    )
+
+
+def apart(actor: int, engines: int) -> dict[str, Any]:
+    return topology(share=None, actor={"devices": actor}, rollout={"engines": engines, "parallel": {}}) | {
+        "pools": {"p": {"platform": "acme"}}
+    }
+
+
+def test_masks_of_this_machine_bound_the_plan_and_reach_every_process() -> None:
+    node = replace(Masked().node(devices=16))
+    plan = live_plan(node, {"VISIBLE": "8,9,10,11"}, apart(2, 2))
+    assert [d.index for d in plan.pools[0].inventories[0].devices] == [8, 9, 10, 11]
+    assert list(plan.actor.masks) == [{"VISIBLE": "8"}, {"VISIBLE": "9"}]
+    assert [e.mask for e in plan.engines] == [{"VISIBLE": "10"}, {"VISIBLE": "11"}]
+    assert "VISIBLE leaves 4 of 16 devices of n0" in plan.notes
+    assert "rollout#1     VISIBLE = 11" in explain_text(plan)
+    with pytest.raises(TopologyError, match=r"E201 pools\.p: roles need actor 2 .* the pool has 3"):
+        live_plan(node, {"VISIBLE": "8,9,10"}, apart(2, 2))
+    with pytest.raises(TopologyError, match="its nodes have no devices") as caught:
+        live_plan(node, {"VISIBLE": ""}, apart(2, 2))
+    assert caught.value.fix == "look at `vime doctor`, and at VISIBLE in the environment"
+
+
+def test_masks_of_this_machine_say_nothing_of_other_hardware() -> None:
+    loaded = load_topology(apart(2, 2))
+    here = Here({"VISIBLE": "7", "OTHER": "3"})
+    plan = make_plan(loaded, model=TINY_MODEL, needs=BOUNDED, platforms={"acme": Masked()}, here=here)
+    assert list(plan.actor.masks) == [{"VISIBLE": "0"}, {"VISIBLE": "1"}]
+
+
+def test_options_apply_to_the_environment_that_processes_inherit() -> None:
+    rules = {"A": EnvValue("x", "the pool needs it", EnvMode.WITHOUT)}
+    plan = live_plan(Masked().node(), {"A": "x:1,y:2"}, apart(1, 1), Masked(rules=rules))
+    assert (plan.actor.env, plan.engines[0].env) == ({"A": "y:2"}, {"A": "y:2"})
+    assert "is y:2  the pool needs it (from the environment's value 'x:1,y:2')" in explain_text(plan)
+
+
+def test_training_refuses_parts_of_devices_and_nobody_uses_sick_ones() -> None:
+    node = Masked().node()
+    devices = list(node.devices)
+    devices[0] = replace(devices[0], partition="3 of 7 slices")
+    parts = replace(node, devices=tuple(devices))
+    with pytest.raises(TopologyError, match=r"E212 roles.actor: .* n0\[0\]: 3 of 7 slices"):
+        live_plan(parts, {}, apart(1, 1))
+    assert live_plan(parts, {"VISIBLE": "1,0"}, apart(1, 1)).engines[0].mask == {"VISIBLE": "0"}
+    devices[0] = replace(node.devices[0], health="12 uncorrected memory errors")
+    sick = replace(node, devices=tuple(devices))
+    both = topology(share="resident", actor={"devices": 2}, rollout={"parallel": {}}) | {"pools": {"p": {"platform": "acme"}}}
+    with pytest.raises(Errors) as caught:
+        live_plan(sick, {}, both)
+    assert [e.what for e in caught.value.errors] == [
+        f"E213 roles.{role}: not healthy: n0[0]: 12 uncorrected memory errors" for role in ("actor", "rollout")
+    ]
+    assert live_plan(sick, {"VISIBLE": "1,2"}, apart(1, 1)).actor.masks[0] == {"VISIBLE": "1"}
+
+
+# ---- parts of a pool
+
+
+@pytest.mark.parametrize(("name", "devices", "engines", "shared"), [("colocate", 8, 8, True), ("disaggregated", 4, 4, False)])
+def test_topologies_for_any_platform_take_what_a_node_has(name: str, devices: int, engines: int, shared: bool) -> None:
+    plan = make_plan(load_topology(name, platform="acme"), model=TINY_MODEL, needs=BOUNDED, platforms={"acme": FakePlatform()})
+    assert (len(plan.actor.request.placement.slots), len(plan.engines), plan.shared) == (devices, engines, shared)
+
+
+@pytest.mark.parametrize(("name", "slots"), [("colocate", 1), ("disaggregated", 2)])
+def test_on_a_host_they_make_as_few_slots_as_will_do(host: Platform, name: str, slots: int) -> None:
+    loaded = load_topology(name, platform="cpu")
+    plan = make_plan(loaded, model=TINY_MODEL, needs=PlanNeeds(), platforms={"cpu": host})
+    assert len(plan.pools[0].inventories[0].devices) == slots
+    assert len(plan.engines) == 1
+
+
+def test_parts_that_do_not_come_out_even() -> None:
+    source = topology(share=None, actor={"devices": "half"}, rollout={"devices": "half", "parallel": {"tp": 3}})
+    del source["roles"]["rollout"]["engines"]
+    source["pools"]["p"]["nodes"] = 1
+    text = "E206 roles.rollout.devices: 4 devices (half of pool p) are not a multiple of an engine's 3"
+    assert text in error_of(source).what
+    odd = error_of(source, fake=FakePlatform(devices_per_node=5))
+    assert "E201 roles.actor.devices: half of 5 devices of pool p is no whole number" in odd.what
+    mixed = topology(actor={"devices": "all"})
+    assert len(plan_of(mixed).actor.request.placement.slots) == 8
+    mixed["roles"]["rollout"] = {"kind": "rollout", "engines": 1, "parallel": {"tp": 4}}
+    assert "E233 share.0: time sharing needs one set of devices, but actor uses 8, rollout uses 4" in error_of(mixed).what
+
+
+# ---- engine arguments
+
+
+def test_every_engine_argument_has_its_origin() -> None:
+    sleep = EngineSleep(1, {Tag.KV: STAYS}, args={"enable_sleep_mode": True})
+    fake = FakePlatform(engine_args={"max_num_seqs": 256, "block_size": 16, "seed_cache": 1}, sleep=sleep)
+    needs = replace(BOUNDED, vllm={**BOUNDED.vllm, "max-num-seqs": 64, "seed_cache": None})
+    plan = plan_of(topology(), model=TINY_MODEL, needs=needs, fake=fake)
+    told = {a["name"]: (a["value"], a["origin"], a["over"]) for a in explain_json(plan)["engine"]}
+    assert told["max_num_seqs"] == (64, "user", 256)
+    assert told["block_size"] == (16, "platform acme", None)
+    assert told["enable_sleep_mode"] == (True, "sleep", None)
+    assert told["tensor_parallel_size"] == (4, "topology", None)
+    assert told["logprobs_mode"] == ("processed_logprobs", "vime", None)
+    assert "seed_cache" not in told
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.middleware is set by vime"):
+        plan_of(topology(), model=TINY_MODEL, needs=replace(BOUNDED, vllm={"middleware": "x"}))

@@ -243,6 +243,21 @@ def test_unknown_platform_lists_the_installed_and_the_nearest(install) -> None:
     assert {"cpu", "gadget20"} <= set(text.partition("installed: ")[2].split(", "))
 
 
+def test_a_platform_of_ours_that_is_not_installed_says_how_to_install_it(monkeypatch) -> None:
+    monkeypatch.setattr("vime.platforms.discovery.first_party_distributions", lambda: frozenset({"vime", "vime-board7"}))
+    assert "pip install 'vime[board7]'; installed: " in str(refused(discover(PluginPolicy()), "board7"))
+    assert "did you mean board7?" in str(refused(discover(PluginPolicy()), "bord7"))
+
+
+def test_two_of_ours_that_match_beat_the_host_and_are_both_listed(install) -> None:
+    """The host matches every machine; it decides no tie and hides none."""
+    for name in ("a", "b"):
+        install(name, HIT.format(1))
+    with pytest.raises(PluginError, match=r"a \(seen by a\); b \(seen by b\)") as caught:
+        allowing("a", "b").detect()
+    assert "cpu" not in caught.value.what
+
+
 def test_check_brings_every_plugin_to_its_status(install) -> None:
     install("good")
     install("typo", "def vime_profiles(): return ()")

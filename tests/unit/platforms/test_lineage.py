@@ -13,6 +13,7 @@ from vime.facts.process import EnvMode, EnvValue, RoleKind
 from vime.facts.transports import Relation, Side
 from vime.hooks.specs import RULES
 from vime.platforms.lineage import Platform
+from vime.platforms.merge import merge_env
 from vime.platforms.strict import HookError
 from vime.testing.recording import read_trace, record, unasked
 
@@ -299,3 +300,13 @@ def test_a_trace_file_is_written_by_every_platform(build, inventory, request_for
     assert calls[0].arguments["request"]["role"] == "actor"
     assert calls[2].error is not None
     assert "expected PerfTable" in calls[2].error
+
+
+def test_rules_about_options_of_a_list_merge_when_equal_and_contradict_otherwise() -> None:
+    keep = EnvValue("x:True", "parent's reason", EnvMode.OPTION)
+    drop = EnvValue("x", "child's reason", EnvMode.WITHOUT)
+    again = EnvValue("x:True", "child's reason", EnvMode.OPTION, scope="both_equal")
+    assert merge_env([{"A": keep}, {"A": again}], where="here") == {"A": again}
+    for parent, child in ((keep, drop), (drop, keep), (keep, EnvValue("y:1", "z")), (EnvValue("y:1", "z"), drop)):
+        with pytest.raises(PluginError, match=r"A (must|defaults) .*its child says A (must|defaults)"):
+            merge_env([{"A": parent}, {"A": child}], where="here")

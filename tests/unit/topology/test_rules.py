@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from vime.errors import Errors, TopologyError
 from vime.facts.process import Parallel
 from vime.testing.platforms import TINY_MODEL, FakePlatform
 from vime.topology.load import LoadedTopology, fill_platform, load_topology, shipped_names
-from vime.topology.profiles import nominal_nodes, real_nodes
+from vime.topology.profiles import choose_profile, looks_like, nominal_nodes, real_nodes
 from vime.topology.rules import RULES, PoolNodes, check_hardware, check_model, check_supply, demand_of, share_groups
 
 
@@ -33,12 +34,18 @@ TRAIN8 = {"kind": "train", "devices": 8}
 
 
 def test_the_shipped_topologies_load_and_say_who_sits_where() -> None:
-    assert shipped_names() == ("cpu-colocate", "cpu-disaggregated", "cpu-one-ahead", "cpu-train")
+    assert set(shipped_names()) == {
+        *("cpu-colocate", "cpu-disaggregated", "cpu-one-ahead", "cpu-train", "colocate", "disaggregated"),
+        *("a100x8-4train-4rollout", "h200x8-colocate", "h200x8-disaggregated", "gb200x8-colocate", "gb200-nvl72"),
+        *("mi300x8-colocate", "atlas-a2", "atlas-a3"),
+    }
     roles = {name: [(r.name, r.devices, r.engines) for r in load_topology(name).roles] for name in shipped_names()}
     assert roles["cpu-colocate"] == [("actor", 1, 1), ("rollout", 1, 1)]
     assert roles["cpu-disaggregated"] == [("actor", 1, 1), ("rollout", 2, 2)]
     assert roles["cpu-one-ahead"] == [("actor", 1, 1), ("rollout", 1, 1)]
     assert roles["cpu-train"] == [("actor", 1, 1)]
+    assert roles["gb200-nvl72"] == [("actor", 72, 1), ("rollout", 72, 18)]
+    assert roles["a100x8-4train-4rollout"] == [("actor", 4, 1), ("rollout", 4, 4)]
     for name in shipped_names():
         assert load_topology(name).topology.name == name
         assert load_topology(name).topology.description
@@ -69,7 +76,7 @@ def test_unknown_keys_and_bad_units_together(tmp_path: Path) -> None:
     )
     assert errors_of(path) == [
         "t.yaml:2: E102 unknown key `pools.p.domian` | did you mean `domain`?",
-        "t.yaml:4: E103 `roles.a.devices`: expected a number, got 'many' | None",
+        "t.yaml:4: E103 `roles.a.devices`: expected a number or 'all' or 'half', got 'many' | None",
         "t.yaml:5: E103 `roles.b.kind`: expected 'train' or 'rollout', got 'critic' | None",
         "t.yaml:8: E103 `limits.host_pinned_per_node`: expected a size such as 512MiB, got '700GiBs' | None",
         "t.yaml:9: E103 `limits.start_timeout`: expected a duration such as 90s or 20m, got 'soon' | None",
@@ -86,7 +93,7 @@ def test_sizes_durations_and_environment_are_read() -> None:
 
 def test_no_expressions_are_evaluated() -> None:
     (found,) = errors_of(inline({"a": {"kind": "train", "devices": "2*4"}}))
-    assert "expected a number, got '2*4'" in found
+    assert "expected a number or 'all' or 'half', got '2*4'" in found
 
 
 def test_a_topology_is_a_mapping_with_pools_and_roles(tmp_path: Path) -> None:
@@ -307,3 +314,25 @@ def test_too_few_and_foreign_nodes() -> None:
 
 def test_every_rule_has_a_sentence() -> None:
     assert all(rule.startswith("E") and text and text[0].islower() for rule, text in RULES.items())
+
+
+def test_a_machine_looks_like_a_profile_by_instruction_set_and_memory() -> None:
+    fake = FakePlatform()
+    profile = replace(fake.profile(), device_arch="a1")
+    node = fake.node()
+    assert looks_like(node, profile)
+    assert not looks_like(replace(node, devices=()), profile)
+    other = replace(node.devices[0], arch="a2")
+    assert not looks_like(replace(node, devices=(other,)), profile)
+    small = replace(node.devices[0], arch="a1", memory_bytes=40 * 2**30)
+    assert not looks_like(replace(node, devices=(small,)), profile)
+
+
+def test_a_profile_with_the_platforms_own_name_needs_no_naming() -> None:
+    fake = FakePlatform()
+    pool = load_topology(inline({"a": TRAIN8})).topology.pools["p"]
+    two = (fake.profile("acme"), fake.profile("acme-max"))
+    assert choose_profile("p", pool, two, load_topology(inline({"a": TRAIN8})).tree).name == "acme"
+    with pytest.raises(TopologyError, match="knows 2 nominal devices and none is named") as caught:
+        choose_profile("p", pool, (two[1], fake.profile("acme-mini")), load_topology(inline({"a": TRAIN8})).tree)
+    assert caught.value.fix == "give --device, or write `device:`, with one of acme-max, acme-mini"

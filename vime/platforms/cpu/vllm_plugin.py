@@ -35,7 +35,6 @@ def register() -> None:
         return
     from vllm.platforms import current_platform
 
-    check_platform(type(current_platform))
     if not current_platform.is_cpu():
         return
     affinity.bind()
@@ -46,14 +45,6 @@ def register() -> None:
     roll_back_discarded_samples()
     if os.environ.get("VIME_CPU_SHARED_PREFILL", "1") == "1":
         share_prefill()
-
-
-def check_platform(resolved: type) -> None:
-    """Refuse to run where vLLM resolved another platform than `VIME_EXPECTED_PLATFORM` (it swallows plugins' errors)."""
-    expected = os.environ.get("VIME_EXPECTED_PLATFORM")
-    found = f"{resolved.__module__}.{resolved.__qualname__}"
-    if expected and not any(f"{c.__module__}.{c.__qualname__}" == expected for c in resolved.__mro__):
-        raise RuntimeError(f"vime expects vLLM's platform {expected}, vLLM resolved {found}")
 
 
 def die_with_parent() -> None:

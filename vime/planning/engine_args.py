@@ -1,0 +1,97 @@
+"""Arguments of an engine's server: the platform's, the user's, sleep's and vime's own, each with its origin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vime.errors import ConfigError, Errors
+from vime.facts.process import Parallel, VllmDefaults
+from vime.planning.plan import EngineArg
+
+GATE = "vime.weights.gate.Gate"
+
+ENGINE_NEEDS: Mapping[str, Any] = {
+    "enable_scale_out": True,
+    "logprobs_mode": "processed_logprobs",
+    "weight_transfer_config": {"backend": "vime"},
+    "middleware": [GATE],
+}
+"""Arguments that vime cannot do without: the token-in, token-out route, log-probs after temperature, its own weights."""
+
+OWNED_KEYS: Mapping[str, str] = {
+    "model": "model.path",
+    "model_tag": "model.path",
+    "served_model_name": "nothing: vime names the model itself",
+    "dtype": "model.dtype",
+    "host": "nothing: engines listen on 127.0.0.1",
+    "port": "nothing: vime takes free ports",
+    "uds": "nothing: engines listen on 127.0.0.1",
+    "api_key": "nothing: vime makes a key for every run",
+    "seed": "run.seed",
+    "tensor_parallel_size": "topology roles.<rollout>.parallel.tp",
+    "pipeline_parallel_size": "topology roles.<rollout>.parallel.pp",
+    "data_parallel_size": "topology roles.<rollout>.parallel.dp",
+    "headless": "topology roles.<rollout>",
+    "grpc": "nothing: vime speaks HTTP to its engines",
+    "api_server_count": "nothing: the gate is held by one server process",
+    "config": "rollout.vllm: write the arguments there",
+}
+"""vLLM arguments that vime sets itself, and the vime key to use for them."""
+
+_NEEDED_KEYS: Mapping[str, str] = {
+    "enable_scale_out": "nothing: samples travel as tokens",
+    "tokens_only": "nothing: samples travel as tokens",
+    "logprobs_mode": "nothing: training needs log-probs after temperature",
+    "weight_transfer_config": "topology sync",
+    "middleware": "nothing: vime's gate is the middleware",
+}
+
+
+def merge_engine_args(defaults: VllmDefaults, user: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Any]:
+    """Platform defaults under the user's section under `needed` (of the plan). A null of the user removes a default.
+
+    Raises ConfigError for a key that vime owns, naming the vime key to use; several are reported together.
+    """
+    refuse_owned(user, {**OWNED_KEYS, **_NEEDED_KEYS})
+    merged = {**defaults.args, **{key.replace("-", "_"): value for key, value in user.items()}, **needed}
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def engine_args(
+    defaults: VllmDefaults, user: Mapping[str, Any], needed: Mapping[str, Any], *, platform: str
+) -> tuple[EngineArg, ...]:
+    """The arguments of `merge_engine_args`, each with its origin and the value that it replaced. Raises as that does."""
+    merged = merge_engine_args(defaults, user, needed)
+    given = {key.replace("-", "_"): value for key, value in user.items()}
+    layers = (("sleep", needed), ("user", given), (f"platform {platform}", defaults.args))
+    found: list[EngineArg] = []
+    for name, value in merged.items():
+        holders = [(origin, layer[name]) for origin, layer in layers if name in layer]
+        replaced = next((old for _, old in holders[1:] if old is not None and old != value), None)
+        found.append(EngineArg(name, value, holders[0][0], replaced))
+    return tuple(found)
+
+
+def owned_args(parallel: Parallel, dtype: str) -> dict[str, tuple[Any, str]]:
+    """What vime sets itself and a plan knows, with where it comes from."""
+    own: dict[str, tuple[Any, str]] = {"dtype": (dtype, "model")}
+    for name, size in (("tensor", parallel.tp), ("pipeline", parallel.pp), ("data", parallel.dp)):
+        if size > 1:
+            own[f"{name}_parallel_size"] = (size, "topology")
+    if parallel.ep > 1:
+        own["enable_expert_parallel"] = (True, "topology")
+    return own | {name: (value, "vime") for name, value in ENGINE_NEEDS.items()}
+
+
+def refuse_owned(keys: Mapping[str, Any], owned: Mapping[str, str]) -> None:
+    """Raise ConfigError for each key that vime sets itself."""
+    errors = [
+        ConfigError(f"rollout.vllm.{key} is set by vime", fix=f"use {owned[name]}")
+        for key in keys
+        if (name := key.replace("-", "_").removeprefix("no_")) in owned
+    ]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise Errors(errors)
