@@ -1,6 +1,7 @@
 # Two commands do all the set-up: `make quickstart` and `make test`.
 PYTHON ?= python3
 VENV := .venv
+PLUGINS := cuda gb200 rocm ascend
 BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
@@ -19,19 +20,20 @@ $(VENV)/.installed: requirements/cpu.txt requirements/vllm.txt pyproject.toml
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib vime >$(VENV)/compileall.log 2>&1 || true
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.installed requirements/dev.txt
+$(VENV)/.dev: $(VENV)/.installed requirements/dev.txt $(wildcard plugins/*/pyproject.toml)
 	$(BIN)/pip install --quiet --no-deps -r requirements/dev.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(foreach p,$(PLUGINS),--editable ./plugins/$(p))
 	touch $@
 
 quickstart:
 	@$(PYTHON) examples/quickstart/quickstart.py
 
 test: dev
-	$(BIN)/python -m pytest tests/unit tests/loop tests/architecture tests/contract -m "not slow" --durations=10
+	$(BIN)/python -m pytest tests/unit tests/loop tests/architecture tests/contract plugins -m "not slow" --durations=10
 	$(BIN)/python -m pytest tests/integration -m "not slow" --durations=20
 
 test-all: dev
-	$(BIN)/python -m pytest tests --durations=30
+	$(BIN)/python -m pytest tests plugins --durations=30
 
 lint: dev
 	$(BIN)/ruff check .

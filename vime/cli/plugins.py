@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vime.cli import plugins_new, plugins_trace, plugins_validate
 from vime.errors import PluginError
 from vime.hooks.markers import API
 from vime.hooks.specs import RULES, first_line
@@ -30,6 +31,9 @@ def add_parser(commands: Any) -> None:
     showing.add_argument("name", metavar="NAME")
     showing.add_argument("--json", action="store_true", help="print JSON")
     showing.set_defaults(handler=show_plugin)
+    plugins_new.add_parser(actions)
+    plugins_trace.add_parser(actions)
+    plugins_validate.add_parser(actions)
 
 
 def list_plugins(args: argparse.Namespace) -> int:

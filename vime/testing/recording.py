@@ -6,13 +6,10 @@ asserts that `unasked(read_trace(FILE))` is empty.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from vime.hooks.specs import RULES
 from vime.platforms.lineage import Platform, Plugin
-from vime.platforms.trace import TRACE_VARIABLE, HookCall
+from vime.platforms.trace import TRACE_VARIABLE, HookCall, read_trace, unasked
 
 __all__ = ["TRACE_VARIABLE", "HookCall", "RecordingPlatform", "read_trace", "record", "unasked"]
 
@@ -33,19 +30,3 @@ class RecordingPlatform(Platform):
 def record(platform: Platform) -> RecordingPlatform:
     """The same lineage with a record of its own."""
     return RecordingPlatform(platform.plugins)
-
-
-def read_trace(path: Path | str) -> tuple[HookCall, ...]:
-    """Calls of every process that wrote to the file; arguments and answers are JSON values."""
-    calls: list[HookCall] = []
-    for line in Path(path).read_text().splitlines():
-        row = json.loads(line)
-        row.pop("pid")
-        calls.append(HookCall(**row | {"plugins": tuple(row["plugins"])}))
-    return tuple(calls)
-
-
-def unasked(calls: Iterable[HookCall]) -> tuple[str, ...]:
-    """Runtime hooks that no call asked, in the order of the specification."""
-    asked = {call.hook for call in calls}
-    return tuple(name for name, rule in RULES.items() if rule.runtime and name not in asked)

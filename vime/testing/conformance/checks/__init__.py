@@ -1,0 +1,1 @@
+"""The checks, by what they look at. Ids are stable; `docs/conformance.md` lists them."""
