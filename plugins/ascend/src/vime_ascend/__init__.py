@@ -1,0 +1,1 @@
+"""vime on Huawei Ascend NPUs: Atlas A2 and A3."""

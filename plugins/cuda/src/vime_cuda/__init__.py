@@ -1,0 +1,1 @@
+"""vime on NVIDIA GPUs: A100, H100, H200, B200."""

@@ -1,0 +1,111 @@
+"""How vLLM is launched on NVIDIA GPUs, and what its sleep does there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from vime.facts.memory import EngineSleep, Tag, TagSemantics
+from vime.facts.process import EnvMode, EnvValue, RoleRequest, VllmDefaults
+
+LAUNCHER_SINCE = Version("0.32")
+"""The release that moved the server's module and brought `enable_scale_out`; 0.26 has neither."""
+
+LAUNCH = "vllm.entrypoints.launchers.api_server.entry"
+LAUNCH_BEFORE = "vllm.entrypoints.openai.api_server"
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch reads both names, the older one in every release."""
+
+_ARGS: dict[str, Any] = {
+    "enable_prompt_tokens_details": True,
+    "disable_log_stats": True,
+    "disable_uvicorn_access_log": True,
+}
+_ALONE, _PARKED, _RESIDENT = 0.9, 0.75, 0.4
+
+
+def defaults(request: RoleRequest) -> VllmDefaults:
+    """Arguments and environment below the user's own. `launch` is None where the version of vLLM is unknown."""
+    version = _version(request)
+    args: dict[str, Any] = {**_ARGS, "gpu_memory_utilization": memory_share(request)}
+    if version is not None and version >= LAUNCHER_SINCE:
+        args["enable_scale_out"] = True
+    return VllmDefaults(
+        args=args,
+        env=_environment(),
+        launch=None if version is None else LAUNCH if version >= LAUNCHER_SINCE else LAUNCH_BEFORE,
+        entry_points=("vime",),
+        expected_platform="vllm.platforms.cuda.CudaPlatform",
+    )
+
+
+def _version(request: RoleRequest) -> Version | None:
+    """The release that is installed, without local parts and pre-release marks."""
+    try:
+        return Version(Version(request.software["vllm"]).base_version)
+    except (KeyError, InvalidVersion):
+        return None
+
+
+def memory_share(request: RoleRequest) -> float:
+    """The part of a device that the engine may take.
+
+    A parked trainer leaves its context, NCCL's buffers and its activations' cache behind; a resident one keeps everything.
+    """
+    if not request.shared_with:
+        return _ALONE
+    return _PARKED if request.residency == "park" else _RESIDENT
+
+
+def _environment() -> dict[str, EnvValue]:
+    return {
+        "VLLM_SERVER_DEV_MODE": EnvValue("1", "pause, resume and weight updates are routes of this mode", EnvMode.REQUIRE),
+        "VLLM_WORKER_MULTIPROC_METHOD": EnvValue("spawn", "a forked child cannot use a device that its parent has opened"),
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": EnvValue("3600", "idle control connections must outlive an evaluation"),
+        "VLLM_NO_USAGE_STATS": EnvValue("1", "a training run reports nothing to third parties"),
+        "HF_HUB_OFFLINE": EnvValue("1", "the model is a local folder; a name must not start a download"),
+    }
+
+
+_POOLED = "vLLM's sleep pool gives the device memory back"
+_BESIDE = "communicators live outside the sleep pool: their buffers stay on the device"
+
+RESIDENT = EngineSleep(
+    level=0,
+    tags={
+        tag: TagSemantics(frees=False, preserves=True, why="the engine is only paused and keeps its devices")
+        for tag in (Tag.ENGINE_WEIGHTS, Tag.KV, Tag.GRAPHS, Tag.COMMUNICATORS)
+    },
+    why="the engine keeps its memory beside the trainer's; its sleep pool would only cost start-up time",
+)
+
+ASLEEP = EngineSleep(
+    level=2,
+    backend="cumem",
+    tags={
+        Tag.ENGINE_WEIGHTS: TagSemantics(
+            frees=True, preserves=False, why=f"{_POOLED}; the weights are dropped, and the update that follows sends them all"
+        ),
+        Tag.KV: TagSemantics(frees=True, preserves=False, why=f"{_POOLED}; cached prefixes of old weights have no use"),
+        Tag.GRAPHS: TagSemantics(frees=False, preserves=True, why="captured graphs stay valid: addresses do not change"),
+        Tag.COMMUNICATORS: TagSemantics(frees=False, preserves=True, why=_BESIDE),
+    },
+    args={"enable_sleep_mode": True},
+    env={
+        **{
+            name: EnvValue(
+                "expandable_segments", "the sleep pool cannot release memory in expandable segments", EnvMode.WITHOUT
+            )
+            for name in ALLOCATOR_VARIABLES
+        },
+        "NCCL_GRAPH_REGISTER": EnvValue("0", "buffers that captured graphs register pin pool memory, which then cannot leave"),
+    },
+    why="level 2 copies nothing to the host: the trainer has the newest weights, and every wake-up is followed by an update",
+)
+
+
+def sleep(request: RoleRequest) -> EngineSleep:
+    """Level 2 where the devices are parked for the trainer, level 0 where the engine keeps them."""
+    return ASLEEP if request.residency == "park" else RESIDENT

@@ -1,0 +1,99 @@
+"""Rates for the plan, by product. Spec: the vendor's data sheet; measured: named machine; derived: arithmetic given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vime.facts.inventory import NodeInventory
+from vime.facts.perf import PerfTable, Provenance, Quantity
+from vime_cuda.inventory import on_a_card, product, words
+
+UNITS = {
+    "device_memory": "bytes/s",
+    "host_link": "bytes/s",
+    "scale_up": "bytes/s",
+    "network": "bytes/s",
+    "matmul": "FLOP/s",
+}
+
+_SHEET = "NVIDIA's data sheet"
+_DENSE = f"{_SHEET}, bfloat16 without sparsity"
+_ONE_H200 = "one H200 in a virtual machine, separate script"
+_TWO_H200 = "two H200 of one host in a virtual machine, separate script"
+_PCIE5 = "PCIe 5 x16 has a line rate of 63 GB/s; copies reach about 80 % of it (55.4 GB/s were measured on an H200)"
+
+
+def _spec(value: float, unit: str, source: str) -> Quantity:
+    return Quantity(value, unit, Provenance.SPEC, source)
+
+
+def _measured(value: float, unit: str, source: str) -> Quantity:
+    return Quantity(value, unit, Provenance.MEASURED, source)
+
+
+def _derived(value: float, unit: str, source: str) -> Quantity:
+    return Quantity(value, unit, Provenance.DERIVED, source)
+
+
+def _nvlink(links: int, each: float) -> Quantity:
+    what = f"{links} links x {each / 1e9:g} GB/s, the rate that NCCL plans with for one link"
+    return _derived(links * each, "bytes/s", what)
+
+
+_TABLES: Mapping[str, Mapping[str, Quantity]] = {
+    "A100": {
+        "host_link": _measured(24.8e9, "bytes/s", "PCIe 4 x16, reported by a user in the vendor's forum"),
+        "scale_up": _nvlink(12, 20.0e9),
+        "matmul": _spec(312e12, "FLOP/s", _DENSE),
+    },
+    "H100": {
+        "device_memory": _spec(3.35e12, "bytes/s", _SHEET),
+        "host_link": _derived(50e9, "bytes/s", _PCIE5),
+        "scale_up": _nvlink(18, 20.6e9),
+        "matmul": _spec(989e12, "FLOP/s", _DENSE),
+    },
+    "H200": {
+        "device_memory": _spec(4.8e12, "bytes/s", _SHEET),
+        "host_link": _measured(55.4e9, "bytes/s", f"page-locked host to device, {_ONE_H200}; 55.3e9 the other way"),
+        "scale_up": _measured(370e9, "bytes/s", f"peer copy, {_TWO_H200}; NCCL broadcast of 1 GiB 368e9"),
+        "matmul": _measured(790e12, "FLOP/s", f"bfloat16, {_ONE_H200}"),
+    },
+    "GH200": {"matmul": _spec(989e12, "FLOP/s", _DENSE)},
+    "B200": {
+        "device_memory": _spec(8e12, "bytes/s", _SHEET),
+        "host_link": _derived(50e9, "bytes/s", _PCIE5),
+        "scale_up": _nvlink(18, 40.1e9),
+        "matmul": _spec(2.25e15, "FLOP/s", _DENSE),
+    },
+    "GB200": {
+        "device_memory": _spec(8e12, "bytes/s", _SHEET),
+        "scale_up": _nvlink(18, 40.1e9),
+        "matmul": _spec(2.5e15, "FLOP/s", _DENSE),
+    },
+    "GB300": {"device_memory": _spec(8e12, "bytes/s", _SHEET), "scale_up": _nvlink(18, 40.1e9)},
+}
+
+
+def table(inventory: NodeInventory) -> PerfTable:
+    """Rates of the node's product. Pure: a look-up by name; what is not listed, mixed or on a card is unknown."""
+    names = {device.name for device in inventory.devices if device.health == "ok"}
+    kinds = {product(name) for name in names}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    known = dict(_TABLES.get(kind or "", {}))
+    if any(on_a_card(name) for name in names):
+        known, why = {}, "the variants on PCIe cards differ from the data sheet's product"
+    elif not names or kind is None:
+        why = "the devices are mixed or not listed"
+    else:
+        why = f"not known for {kind}"
+    if known and kind == "A100":
+        known["device_memory"] = _a100_memory(names)
+    unknown = {name: Quantity(None, unit, Provenance.UNKNOWN, why) for name, unit in UNITS.items()}
+    unknown["network"] = Quantity(None, "bytes/s", Provenance.UNKNOWN, "depends on the machine's network cards")
+    return PerfTable(unknown | known)
+
+
+def _a100_memory(names: set[str]) -> Quantity:
+    """The two sizes have memories of different speed."""
+    small = all(words(name) & {"40GB", "40G"} for name in names)
+    return _spec(1.555e12 if small else 2.0e12, "bytes/s", f"{_SHEET}, {40 if small else 80} GB")

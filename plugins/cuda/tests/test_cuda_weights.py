@@ -1,0 +1,160 @@
+"""Half offers: what holds on which edge, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from vime.facts.inventory import NodeInventory
+from vime.facts.process import RoleRequest
+from vime.facts.transports import Edge, Relation, Side
+from vime.platforms.lineage import Platform
+from vime_cuda import plugin, weights
+
+Node = Callable[..., NodeInventory]
+Request = Callable[..., RoleRequest]
+DEVICE, NODE, DOMAIN, NETWORK = Relation.SAME_DEVICE, Relation.SAME_NODE, Relation.SAME_DOMAIN, Relation.NETWORK
+
+
+@pytest.fixture
+def edge(node_of: Node, request_for: Request) -> Callable[..., Edge]:
+    def make(relation: Relation, name: str = "h200x8", engine: tuple[int, ...] | None = None, **changed: object) -> Edge:
+        """The trainer's first rank on device 0, the engine there too or on device 1, on another node where they are apart."""
+        node = node_of(name, **changed)
+        engine = engine or ((0,) if relation is DEVICE else (1,))
+        home = node if relation in (DEVICE, NODE) else replace(node, hostname="another")
+        ranks = tuple(range(len(node.devices)))
+        return Edge(request_for(node, devices=ranks), request_for(home, "engine", devices=engine), relation, 8 * 10**9)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("relation", "holding"),
+    [
+        (DEVICE, {"device_ipc", "host_shm"}),
+        (NODE, {"device_ipc", "collective", "host_shm"}),
+        (DOMAIN, {"collective"}),
+        (NETWORK, {"collective"}),
+    ],
+)
+@pytest.mark.parametrize("side", list(Side))
+def test_what_holds_on_an_edge(edge: Callable[..., Edge], relation: Relation, holding: set[str], side: Side) -> None:
+    offers = weights.offers(edge(relation), side)
+    assert {offer.protocol for offer in offers} == {"device_ipc", "collective", "host_shm"}
+    assert {offer.protocol for offer in offers if all(p.holds for p in offer.preconditions)} == holding
+
+
+def test_the_disk_comes_from_base(edge: Callable[..., Edge]) -> None:
+    assert "disk" in {offer.protocol for offer in Platform.of(plugin).transports(edge(NETWORK), Side.ENGINE)}
+
+
+def test_two_ranks_on_one_device_are_refused_with_nccls_reason(edge: Callable[..., Edge]) -> None:
+    (offer,) = [o for o in weights.offers(edge(DEVICE), Side.TRAINER) if o.protocol == "collective"]
+    assert [p.reason for p in offer.preconditions if not p.holds] == ["NCCL refuses two ranks of a group on one device"]
+
+
+def test_devices_without_peer_access_do_not_hand_over_handles(edge: Callable[..., Edge]) -> None:
+    def reasons(**changed: object) -> list[str]:
+        (offer,) = [o for o in weights.offers(edge(NODE, "h200x2-vm", **changed), Side.ENGINE) if o.protocol == "device_ipc"]
+        return [p.reason for p in offer.preconditions if not p.holds]
+
+    assert reasons() == []
+    assert reasons(p2p=None) == []
+    (reason,) = reasons(p2p={"nvlink": 5, "read": 5})
+    assert "device 1 cannot read device 0" in reason
+
+
+def test_positions_under_a_mask_are_not_nvmls_numbers(node_of: Node, request_for: Request) -> None:
+    """Devices 6 and 7 alone are left; only 6 and 7 are cut from each other."""
+    paths = [
+        [None if a == b else {"nvlink": 5, "read": 5} if {a, b} == {6, 7} else {"read": 0} for b in range(8)] for a in range(8)
+    ]
+    node = node_of("h200x8", p2p=paths)
+    node = replace(node, devices=node.devices[6:])
+    apart = Edge(request_for(node), request_for(node, "engine", devices=(1,)), NODE, 8 * 10**9)
+    (offer,) = [o for o in weights.offers(apart, Side.ENGINE) if o.protocol == "device_ipc"]
+    assert ["device 7 cannot read device 6" in p.reason for p in offer.preconditions if not p.holds] == [True]
+
+
+def test_a_split_device_hands_over_nothing(edge: Callable[..., Edge]) -> None:
+    (offer,) = [o for o in weights.offers(edge(DEVICE, "mig-on"), Side.TRAINER) if o.protocol == "device_ipc"]
+    (reason,) = [p.reason for p in offer.preconditions if not p.holds]
+    assert "MIG" in reason
+
+
+def test_a_side_that_does_not_speak_nccl_says_what_it_speaks(edge: Callable[..., Edge]) -> None:
+    found = edge(NETWORK)
+    other = replace(found.engine, capabilities=replace(found.engine.capabilities, collectives=("gloo",)))
+    (offer,) = [o for o in weights.offers(replace(found, engine=other), Side.ENGINE) if o.protocol == "collective"]
+    assert [p.reason for p in offer.preconditions if not p.holds] == ["the engine side must speak nccl; it speaks gloo"]
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_halves_by_name_and_what_the_trainers_are_told(edge: Callable[..., Edge], side: Side) -> None:
+    named = {o.protocol: (o.factory.target, dict(o.factory.options)) for o in weights.offers(edge(NODE), side)}
+    half, told = side.value.capitalize(), side is Side.TRAINER
+    assert named == {
+        "device_ipc": (
+            f"vime.weights.transports.device_ipc:DeviceIpc{half}",
+            {"exporter": "vime_cuda.device_export:CudaExporter"} if told else {},
+        ),
+        "collective": (
+            f"vime.weights.transports.collective:Collective{half}",
+            {"backend": "nccl", "device": "cuda"} if told else {},
+        ),
+        "host_shm": (f"vime.weights.transports.host_shm:HostShm{half}", {}),
+    }
+
+
+def test_a_colocated_engine_on_other_devices_needs_peer_access_too(edge: Callable[..., Edge]) -> None:
+    """The relation counts all ranks of the trainer; only its first one sends."""
+    apart = edge(DEVICE, "h200x2-vm", engine=(0, 1), p2p={"nvlink": 5, "read": 5})
+    (offer,) = [o for o in weights.offers(apart, Side.ENGINE) if o.protocol == "device_ipc"]
+    (reason,) = [p.reason for p in offer.preconditions if not p.holds]
+    assert "device 1 cannot read device 0" in reason
+
+
+def test_processes_see_the_device_that_sends(node_of: Node) -> None:
+    assert plugin.vime_ray_binding(node_of("h200x8")).full_node_mask
+
+
+@pytest.mark.parametrize(
+    ("name", "relation", "engine", "protocol", "rate", "provenance"),
+    [
+        ("h200x8", DEVICE, (0,), "device_ipc", 200e9, "measured"),
+        ("h200x8", NODE, (4,), "device_ipc", 370e9, "measured"),
+        ("h200x8", NODE, (4, 5, 6, 7), "device_ipc", 92.5e9, "derived"),
+        ("h200x8", DEVICE, (0, 1, 2, 3), "device_ipc", 370e9 / 3, "derived"),
+        ("h200x8", NODE, (4,), "collective", 294e9, "measured"),
+        ("h200x8", NODE, (4, 5, 6, 7), "collective", 294e9, "measured"),
+        ("a100x8", NODE, (4,), "collective", 240e9 * 294 / 370, "derived"),
+        ("b200x8", NODE, (4,), "device_ipc", 18 * 40.1e9, "derived"),
+        ("h200x8", NODE, (4,), "host_shm", 27.7e9, "derived"),
+        ("mixed-devices", NODE, (1,), "device_ipc", None, "unknown"),
+        ("h200x8", NETWORK, (4,), "collective", None, "unknown"),
+        ("gb200-tray", DOMAIN, (1,), "collective", None, "unknown"),
+    ],
+)
+def test_costs_are_measured_derived_or_unknown(
+    edge: Callable[..., Edge],
+    name: str,
+    relation: Relation,
+    engine: tuple[int, ...],
+    protocol: str,
+    rate: float | None,
+    provenance: str,
+) -> None:
+    (offer,) = [o for o in weights.offers(edge(relation, name, engine=engine), Side.TRAINER) if o.protocol == protocol]
+    assert offer.cost.bytes_per_s == (None if rate is None else pytest.approx(rate))
+    assert offer.cost.provenance == provenance
+
+
+def test_nothing_is_promised_where_nvlink_is_down(edge: Callable[..., Edge]) -> None:
+    offers = weights.offers(edge(NODE, "h200x2-vm", p2p={"nvlink": 5, "read": 0}), Side.TRAINER)
+    assert {o.protocol: o.cost.bytes_per_s for o in offers if o.protocol != "host_shm"} == {
+        "device_ipc": None,
+        "collective": None,
+    }

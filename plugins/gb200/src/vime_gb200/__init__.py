@@ -1,0 +1,1 @@
+"""vime on NVIDIA GB200 and GB300 racks."""
