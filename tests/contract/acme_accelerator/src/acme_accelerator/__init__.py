@@ -1,0 +1,1 @@
+"""vime on ACME devices, which exist on paper only."""
