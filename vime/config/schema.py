@@ -246,7 +246,7 @@ class Config(Section):
     data: DataSection
     schedule: ScheduleSection
     algorithm: AlgorithmSection = GrpoSection()
-    topology: str | dict[str, Any] = Field(default="cpu-colocate", description="A shipped name, a path or an inline topology.")
+    topology: str | dict[str, Any] = Field(default="colocate", description="A shipped name, a path or an inline topology.")
     platform: str = Field(default="auto", description="Fills pools that say `platform: auto`.")
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()

@@ -28,7 +28,10 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class PerfTable:
-    """By name: `device_memory`, `host_link`, `scale_up`, `network` (bytes/s), `matmul` (FLOP/s), `memcpy` (bytes/s)."""
+    """By name: `device_memory`, `host_link`, `scale_up`, `network` (bytes/s), `matmul` (FLOP/s), `memcpy` (bytes/s).
+
+    `host_link` is one device's, alone and in one direction; `host_memory` is what the devices of one memory node share.
+    """
 
     quantities: Mapping[str, Quantity] = field(default_factory=dict)
 

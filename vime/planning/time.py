@@ -42,15 +42,21 @@ def transfer(trainer: TransferCost, engine: TransferCost, *, num_bytes: int, buf
 
 
 def switch(num_bytes: int, perf: PerfTable, node: NodeInventory) -> Estimate:
-    """Moving a device's bytes to or from the host, while the other devices of its memory node do the same."""
-    link = perf.get("host_link")
+    """Moving a device's bytes to or from the host, while the other devices of its memory node do the same.
+
+    Every device has a link of its own; where the platform names the rate of a memory node, its devices share that.
+    """
+    link, memory = perf.get("host_link"), perf.get("host_memory")
     if num_bytes == 0:
         return Estimate(0.0, str(Provenance.DERIVED), "nothing moves")
     if not link.value:
         return Estimate(None, _UNKNOWN, "the host link's rate is unknown")
+    if not memory.value:
+        return Estimate(num_bytes / link.value, str(link.provenance), f"{num_bytes} bytes / {link.value:g} bytes/s")
     busy = _devices_per_memory_node(node)
-    how = f"{num_bytes} bytes / ({link.value:g} bytes/s / {busy} devices of one memory node)"
-    return Estimate(num_bytes / (link.value / busy), str(link.provenance), how)
+    rate = min(link.value, memory.value / busy)
+    how = f"{num_bytes} bytes / min({link.value:g}, {memory.value:g} / {busy} devices of one memory node) bytes/s"
+    return Estimate(num_bytes / rate, least_certain((str(link.provenance), str(memory.provenance))), how)
 
 
 def _devices_per_memory_node(node: NodeInventory) -> int:

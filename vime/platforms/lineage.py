@@ -194,7 +194,7 @@ class Platform:
     # ---- weight-transfer kernels
 
     def transports(self, edge: Edge, side: Side) -> tuple[TransportOffer, ...]:
-        """This side's half offers, one per protocol, those of parents first; a child's replaces its parent's."""
+        """This side's half offers, one per protocol, the leaf's first; a child's replaces its parent's."""
         layers = self._all("vime_transports", edge=edge, side=side)
         return merge.merge_offers(layers, side, where=self._where("vime_transports"))
 

@@ -109,9 +109,12 @@ def merge_profiles(layers: Iterable[tuple[DeviceProfile, ...]]) -> tuple[DeviceP
 
 
 def merge_offers(layers: Iterable[tuple[TransportOffer, ...]], side: Side, *, where: str) -> tuple[TransportOffer, ...]:
-    """Half offers by protocol; a child's offer replaces its parent's. Raises PluginError for the other side's half."""
+    """Half offers by protocol; a child's offer replaces its parent's. Raises PluginError for the other side's half.
+
+    A child's offers come first: among transports of unknown speed the one nearest to the hardware is taken.
+    """
     offers: dict[str, TransportOffer] = {}
-    for layer in layers:
+    for layer in reversed(tuple(layers)):
         for offer in layer:
             if offer.side is not side:
                 raise PluginError(
@@ -119,5 +122,5 @@ def merge_offers(layers: Iterable[tuple[TransportOffer, ...]], side: Side, *, wh
                     where=where,
                     fix="return offers with `side=side`",
                 )
-            offers[offer.protocol] = offer
+            offers.setdefault(offer.protocol, offer)
     return tuple(offers.values())

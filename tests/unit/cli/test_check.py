@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_good_run(vime: Vime, folder: Path) -> None:
     done = vime("check", str(folder / "run.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "run.yaml: ok; cpu-colocate" in done.stdout
+    assert "run.yaml: ok; colocate" in done.stdout
     assert "weights by host_shm" in done.stdout
 
 

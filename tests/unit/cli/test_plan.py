@@ -53,7 +53,9 @@ def run_file(tmp_path: Path) -> str:
     }
     (model / "config.json").write_text(json.dumps(shape))
     path = tmp_path / "run.yaml"
-    path.write_text("run: {dir: out}\nmodel: {path: model}\ndata: {path: none.jsonl}\nschedule: {num_steps: 2}\n")
+    path.write_text(
+        "run: {dir: out}\nmodel: {path: model}\ndata: {path: none.jsonl}\nschedule: {num_steps: 2}\ntopology: cpu-colocate\n"
+    )
     return str(path)
 
 

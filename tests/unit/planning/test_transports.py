@@ -155,10 +155,13 @@ def test_certainty() -> None:
     assert least_certain(()) == "unknown"
 
 
-def test_devices_of_one_memory_node_share_its_link() -> None:
-    table = PerfTable({"host_link": Quantity(100.0, "bytes/s", Provenance.SPEC)})
+def test_devices_of_one_memory_node_share_what_it_can_do() -> None:
+    link = Quantity(100.0, "bytes/s", Provenance.MEASURED)
+    table = PerfTable({"host_link": link, "host_memory": Quantity(160.0, "bytes/s", Provenance.SPEC)})
     homes = replace(NODE, devices=tuple(replace(d, numa_node=d.index // 2) for d in NODE.devices[:4]))
-    assert switch(1000, table, homes).seconds == 20.0
-    assert switch(1000, table, NODE).seconds == 80.0
+    assert switch(1000, table, homes).seconds == 12.5
+    assert switch(1000, table, homes).provenance == "spec"
+    assert switch(1000, table, NODE).seconds == 50.0
+    assert switch(1000, PerfTable({"host_link": link}), NODE).seconds == 10.0
     assert switch(0, table, NODE).seconds == 0.0
     assert switch(1000, PerfTable(), NODE).seconds is None

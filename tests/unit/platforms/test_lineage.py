@@ -211,7 +211,7 @@ def test_profiles_and_offers_of_a_child_replace_the_parents(build, edge_for) -> 
         "child": ("child", 1),
     }
     offers = platform.transports(edge_for(Relation.NETWORK), Side.ENGINE)
-    assert [(o.protocol, o.cost.bytes_per_s) for o in offers] == [("disk", None), ("fast", 2)]
+    assert [(o.protocol, o.cost.bytes_per_s) for o in offers] == [("fast", 2), ("disk", None)]
     assert all(o.side is Side.ENGINE for o in offers)
 
 

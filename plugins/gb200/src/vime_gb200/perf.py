@@ -7,6 +7,7 @@ from vime.facts.perf import PerfTable, Provenance, Quantity
 
 C2C_LOCAL_BYTES_PER_S = 330e9
 C2C_REMOTE_BYTES_PER_S = 115e9
+GRACE_MEMORY_BYTES_PER_S = 500e9
 SCALE_UP_BYTES_PER_S = 18 * 40.1e9
 """18 links at the rate that NCCL plans with for one of this generation: 722e9. Their line rate is 900e9."""
 
@@ -15,8 +16,10 @@ HOST_LINKS = {
         C2C_LOCAL_BYTES_PER_S,
         "bytes/s",
         Provenance.MEASURED,
-        "NVLink-C2C to the Grace of the device while no other device copies: users of torchtitan measured 330 to 350 GB/s; two "
-        "devices share the memory of one Grace",
+        "NVLink-C2C to the Grace of the device while no other device copies: users of torchtitan measured 330 to 350 GB/s",
+    ),
+    "host_memory": Quantity(
+        GRACE_MEMORY_BYTES_PER_S, "bytes/s", Provenance.SPEC, "LPDDR5X of one Grace, which its two devices share (data sheet)"
     ),
     "host_link_remote": Quantity(
         C2C_REMOTE_BYTES_PER_S,
