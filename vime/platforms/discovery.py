@@ -99,7 +99,8 @@ class Discovery:
                 raise leaf.fail(PluginStatus.VALIDATION_ERROR, str(error), error) from error
             for plugin in plugins:
                 candidate = self._candidates[plugin.name]
-                candidate.row = replace(candidate.row, status=PluginStatus.ACTIVE, reason="")
+                told = candidate.row.reason if candidate.row.status in (PluginStatus.ACTIVE, PluginStatus.AVAILABLE) else ""
+                candidate.row = replace(candidate.row, status=PluginStatus.ACTIVE, reason=told)
         return self._platforms[name]
 
     def check(self, *names: str) -> None:
@@ -154,6 +155,10 @@ class Discovery:
                 "probe": PluginStatus.PROBE_CRASHED,
             }[answer.stage]
             self._candidates[answer.name].fail(status, answer.problem)
+            return None
+        candidate = self._candidates[answer.name]
+        told = answer.match.reason if answer.match else "may load; its probe does not find its hardware on this machine"
+        candidate.row = replace(candidate.row, reason=told)
         return answer.match
 
     def findings(self) -> tuple[Check, ...]:
