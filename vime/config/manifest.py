@@ -1,6 +1,6 @@
 """What arguments an installed package takes, as data.
 
-A manifest of a tested version ships with vime. For another installed version one is made in a child process, which imports
+Manifests of tested versions ship with vime. For another installed version one is made in a child process, which imports
 the package, and kept in the user's cache folder; when that fails, or nothing is installed, the shipped one answers.
 """
 
@@ -63,7 +63,8 @@ def installed_version(package: str) -> str | None:
 
 def manifest_of(package: str, *, cache: Path | None = None) -> Manifest:
     """The manifest to check against: shipped for the same version, else cached, else made now, else shipped as it is."""
-    shipped, version = _shipped(package), installed_version(package)
+    version = installed_version(package)
+    shipped = _shipped(package, version)
     if version is None:
         return dataclasses.replace(shipped, origin=f"shipped with vime for {shipped.version}; {package} is not installed here")
     if Version(version) == Version(shipped.version):
@@ -99,8 +100,11 @@ def load(text: str) -> Manifest:
     return Manifest(content["package"], content["version"], arguments, "", dict(content["aliases"]))
 
 
-def _shipped(package: str) -> Manifest:
-    return load(resources.files("vime.config").joinpath("manifests", f"{package}.json").read_text(encoding="utf-8"))
+def _shipped(package: str, version: str | None = None) -> Manifest:
+    """The manifest of this very version where one ships, else that of the version that vime is made with."""
+    folder = resources.files("vime.config").joinpath("manifests")
+    own = folder.joinpath(f"{package}-{version}.json")
+    return load((own if own.is_file() else folder.joinpath(f"{package}.json")).read_text(encoding="utf-8"))
 
 
 def _cache_folder() -> Path:

@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from vime.errors import ConfigError, Errors
+from vime.facts.engine import RELEASES, EngineFeatures
 from vime.facts.process import Parallel, VllmDefaults
 from vime.planning.plan import EngineArg
 
 GATE = "vime.weights.gate.Gate"
 
 ENGINE_NEEDS: Mapping[str, Any] = {
-    "enable_scale_out": True,
     "logprobs_mode": "processed_logprobs",
     "weight_transfer_config": {"backend": "vime"},
     "middleware": [GATE],
 }
-"""Arguments that vime cannot do without: the token-in, token-out route, log-probs after temperature, its own weights."""
+"""Arguments that vime cannot do without in any release: log-probs after temperature, its own weights, its gate."""
+
+TOKEN_FLAGS = frozenset(features.token_flag for features in RELEASES if features.token_flag is not None)
 
 OWNED_KEYS: Mapping[str, str] = {
     "model": "model.path",
@@ -48,6 +50,12 @@ _NEEDED_KEYS: Mapping[str, str] = {
 }
 
 
+def engine_needs(features: EngineFeatures) -> dict[str, Any]:
+    """`ENGINE_NEEDS`, and the flag of the token-in, token-out route where the release has one."""
+    flag = {features.token_flag: True} if features.token_flag is not None else {}
+    return {**flag, **ENGINE_NEEDS}
+
+
 def merge_engine_args(defaults: VllmDefaults, user: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Any]:
     """Platform defaults under the user's section under `needed` (of the plan). A null of the user removes a default.
 
@@ -73,7 +81,7 @@ def engine_args(
     return tuple(found)
 
 
-def owned_args(parallel: Parallel, dtype: str) -> dict[str, tuple[Any, str]]:
+def owned_args(parallel: Parallel, dtype: str, features: EngineFeatures) -> dict[str, tuple[Any, str]]:
     """What vime sets itself and a plan knows, with where it comes from."""
     own: dict[str, tuple[Any, str]] = {"dtype": (dtype, "model")}
     for name, size in (("tensor", parallel.tp), ("pipeline", parallel.pp), ("data", parallel.dp)):
@@ -81,7 +89,7 @@ def owned_args(parallel: Parallel, dtype: str) -> dict[str, tuple[Any, str]]:
             own[f"{name}_parallel_size"] = (size, "topology")
     if parallel.ep > 1:
         own["enable_expert_parallel"] = (True, "topology")
-    return own | {name: (value, "vime") for name, value in ENGINE_NEEDS.items()}
+    return own | {name: (value, "vime") for name, value in engine_needs(features).items()}
 
 
 def refuse_owned(keys: Mapping[str, Any], owned: Mapping[str, str]) -> None:

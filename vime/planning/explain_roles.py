@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vime.facts.engine import features_of
 from vime.facts.memory import EngineSleep, MemoryBackend, NullMemory
 from vime.facts.process import Factory
 from vime.planning.engine_args import owned_args
@@ -67,7 +68,7 @@ def engine_args_of(plan: Plan) -> list[EngineArg]:
     if not plan.engines:
         return []
     engine = plan.engines[0]
-    own = owned_args(engine.request.parallel, plan.dtype)
+    own = owned_args(engine.request.parallel, plan.dtype, features_of(engine.request.software.get("vllm")))
     return [a for a in engine.args if a.name not in own] + [EngineArg(n, v, origin) for n, (v, origin) in own.items()]
 
 
@@ -78,9 +79,9 @@ def engine_text(plan: Plan) -> Iterator[str]:
     """Launch module, plugins and arguments of the engines."""
     if not plan.engines:
         return
-    defaults = plan.engines[0].defaults
+    defaults, release = plan.engines[0].defaults, features_of(plan.engines[0].request.software.get("vllm"))
     yield "engine"
-    rows = [("launch", defaults.launch or "vLLM's own server", "")]
+    rows = [("launch", defaults.launch or release.launch, "")]
     rows.append(("plugins", ", ".join(defaults.entry_points) or "none", "the only ones that vLLM may load"))
     rows.append(("platform", defaults.expected_platform or "any", "the class that vLLM must resolve"))
     yield from table(rows)

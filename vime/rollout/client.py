@@ -11,9 +11,10 @@ from typing import Any
 import aiohttp
 
 from vime.errors import DeadlineError, EngineError
+from vime.facts.engine import TOKEN_ROUTE
 from vime.types import PolicyVersion, SampleStatus, VersionSpan
 
-GENERATE_ROUTE = "/inference/v1/generate"
+GENERATE_ROUTE = TOKEN_ROUTE
 SESSION_HEADER = "x-session-id"
 _NO_LOG_PROB = -9999.0
 _RETRYABLE_STATUS = frozenset({429, 500, 502, 503, 504})
@@ -54,7 +55,7 @@ class Completion:
         if sum(span.end - span.start for span in spans) != len(self.token_ids):
             raise EngineError(
                 f"the engine gives versions for {spans} of {len(self.token_ids)} tokens",
-                fix="use a vLLM release whose generate route reports weight_versions (0.32 does)",
+                fix="the engine's weights changed while the request ran, or nobody told its gate a version: sample again",
             )
         return spans
 

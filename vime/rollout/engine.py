@@ -14,16 +14,17 @@ from typing import Any
 
 import aiohttp
 
+from vime.config.manifest import installed_version
 from vime.errors import DeadlineError, EngineError, PluginError, VimeError
+from vime.facts.engine import EngineFeatures, features_of, missing_routes
 from vime.facts.process import Factory, Parallel
-from vime.planning.engine_args import ENGINE_NEEDS, OWNED_KEYS, merge_engine_args, refuse_owned
+from vime.planning.engine_args import ENGINE_NEEDS, OWNED_KEYS, TOKEN_FLAGS, engine_needs, merge_engine_args, refuse_owned
 from vime.rollout.launcher import Child, child_env
 from vime.rollout.ports import LOOPBACK, PortLease, lease_port
 from vime.weights.gate import TOKEN_HEADER
 
 __all__ = ["ENGINE_NEEDS", "EngineServer", "EngineSpec", "engine_command", "engine_env", "find_cause", "merge_engine_args"]
 
-DEFAULT_LAUNCH = "vllm.entrypoints.launchers.api_server.entry"
 SERVED_MODEL = "policy"
 
 _STORE_TRUE = frozenset(
@@ -42,6 +43,7 @@ class EngineSpec:
     field. `run_token` identifies the run: the server must repeat it before it is used. `entry_points` are the plugins
     that vLLM may load; `expected_platform` is the vLLM platform class that they must lead to. `unset` are variables that the
     server must not inherit. `halves` are engine halves of transports, by protocol, beyond those that vime has itself.
+    `launch` None is the server of the release; `features` None are those of the vLLM that is installed where it starts.
     """
 
     model_path: Path
@@ -56,7 +58,8 @@ class EngineSpec:
     expected_platform: str | None = None
     unset: tuple[str, ...] = ()
     halves: Mapping[str, Factory] = field(default_factory=dict)
-    launch: str = DEFAULT_LAUNCH
+    launch: str | None = None
+    features: EngineFeatures | None = None
     api_key: str | None = None
     seed: int = 0
     name: str = "engine"
@@ -64,12 +67,14 @@ class EngineSpec:
 
 
 def engine_command(spec: EngineSpec, port: int) -> list[str]:
-    """The command line of a server on `port`, `ENGINE_NEEDS` included.
+    """The command line of a server on `port`, with what vime needs of its release.
 
     Raises ConfigError for an argument that has a field of its own in the spec.
     """
     refuse_owned(spec.args, OWNED_KEYS)
     parallel = spec.parallel
+    features = spec.features or features_of(installed_version("vllm"))
+    args = {key: value for key, value in spec.args.items() if key not in TOKEN_FLAGS}
     own: dict[str, Any] = {
         "model": str(spec.model_path),
         "served_model_name": SERVED_MODEL,
@@ -83,8 +88,8 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
         "enable_expert_parallel": True if parallel.ep > 1 else None,
         "max_model_len": spec.max_model_len,
     }
-    command = [sys.executable, "-m", spec.launch]
-    for key, value in {**own, **spec.args, **ENGINE_NEEDS}.items():
+    command = [sys.executable, "-m", spec.launch or features.launch]
+    for key, value in {**own, **args, **engine_needs(features)}.items():
         command += flag(key, value)
     return command
 
@@ -236,9 +241,10 @@ class EngineServer:
 
     async def _check_identity(self, session: aiohttp.ClientSession) -> None:
         try:
-            await check_identity(session, self.url, self.spec.run_token)
+            identity = await check_identity(session, self.url, self.spec.run_token)
         except EngineError as error:
             raise _PortTaken(error.what, where=self.spec.name, fix=error.fix) from error
+        check_routes(identity.get("routes", ()), where=self.spec.name)
 
     def _death(self) -> VimeError:
         child = self._require_child()
@@ -266,8 +272,8 @@ class _PortTaken(EngineError):
     """Another server has the port: worth another try on another one."""
 
 
-async def check_identity(session: aiohttp.ClientSession, url: str, run_token: str) -> None:
-    """Make sure that the server at `url` is an engine of this run. Raises EngineError when it is not."""
+async def check_identity(session: aiohttp.ClientSession, url: str, run_token: str) -> Mapping[str, Any]:
+    """What the server at `url` says of itself. Raises EngineError when it is no engine of this run."""
     answer: Any = None
     try:
         async with session.get(f"{url}/vime/identity", headers={TOKEN_HEADER.decode(): run_token}) as response:
@@ -280,6 +286,17 @@ async def check_identity(session: aiohttp.ClientSession, url: str, run_token: st
             f"the server at {url} is not an engine of this run",
             where=url,
             fix="another run or program listens on this port: stop it, or start this run again to take other ports",
+        )
+    return answer
+
+
+def check_routes(routes: Sequence[str], *, where: str) -> None:
+    """Raise EngineError where a server that lists its routes lacks some that vime needs."""
+    if routes and (missing := missing_routes(routes)):
+        raise EngineError(
+            f"this vLLM's server has no route {', '.join(missing)}",
+            where=where,
+            fix="install a vLLM release that vime is made for (0.26 or 0.32); VLLM_SERVER_DEV_MODE must stay 1",
         )
 
 

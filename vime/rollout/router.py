@@ -79,7 +79,8 @@ def router_command(spec: RouterSpec, port: int, prometheus_port: int) -> list[st
         "worker_startup_timeout_secs": max(1, round(spec.start_timeout_s)),
         "api_key": spec.api_key,
     }
-    command = [str(Path(sys.executable).with_name("vllm-router"))]
+    # The module, not the script beside the interpreter: packages on PYTHONPATH bring none.
+    command = [sys.executable, "-m", "vllm_router.launch_router"]
     for key, value in {**own, **ROUTER_DEFAULTS, **args}.items():
         command += _flag(key, value)
     return [*command, "--worker-urls", *spec.worker_urls] if spec.worker_urls else command

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import aiohttp
 
 from vime.errors import DeadlineError, EngineError, WeightSyncError
+from vime.facts.engine import TOKEN_ROUTE
 from vime.weights.probe import LogProbs
 
 PauseMode = Literal["drain", "abort"]
@@ -28,6 +29,8 @@ class Identity:
     gate: str
     version: str | None
     running: int
+    routes: Sequence[str] = ()
+    """Paths that the server has, where it lists them."""
 
 
 class EngineControl:
@@ -112,7 +115,7 @@ class EngineControl:
 
     async def _prompt_log_probs(self, ids: Sequence[int]) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-        answer = await self._call("POST", "/inference/v1/generate", {"token_ids": list(ids), "sampling_params": sampling})
+        answer = await self._call("POST", TOKEN_ROUTE, {"token_ids": list(ids), "sampling_params": sampling})
         rows = answer.get("prompt_logprobs") or []
         if len(rows) != len(ids):
             raise EngineError(

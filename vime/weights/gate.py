@@ -6,6 +6,9 @@ the gate has shut, and an engine that has drained stays idle until the gate open
 
 It also runs the steps of an update inside the server, which saves a round trip each, and reads each worker's outcome: see
 `vime.weights.vllm_ext.vime_weights`. It needs one API process per engine.
+
+Where the server keeps no label of its weights, the gate does: no update begins while a request runs, so all tokens of an
+answer were sampled by the weights that were there when its request came in, and the gate says so in each choice.
 """
 
 from __future__ import annotations
@@ -14,8 +17,12 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
+
+from vime.facts.engine import TOKEN_ROUTE, VERSION_ROUTE
+from vime.weights.stamp import StampedAnswer
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -23,12 +30,17 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-GENERATION = frozenset(
-    {"/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"}
-)
+GENERATION = frozenset({TOKEN_ROUTE, "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"})
 UPDATE_PATHS = frozenset({"/start_weight_update", "/start_draft_weight_update"})
 TOKEN_HEADER = b"x-vime-run-token"
 DRAIN_POLL_S = 0.05
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Weights:
+    """What the engine samples from: equal versions loaded twice are two of these."""
+
+    version: str
 
 
 class Gate:
@@ -38,6 +50,8 @@ class Gate:
         self.app = app
         self.token = token if token is not None else os.environ.get("VIME_RUN_TOKEN", "")
         self.version: str | None = None
+        self._weights: _Weights | None = None
+        self._server_routes: frozenset[str] | None = None
         self._open = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -63,6 +77,7 @@ class Gate:
         else:
             if path in UPDATE_PATHS:
                 self._open.clear()
+                self._weights = None
             await self.app(scope, receive, send)
 
     # ---- generation
@@ -74,6 +89,8 @@ class Gate:
                 if not await waiting.until(self._open):
                     return
             receive = waiting.receive
+        if scope["path"] == TOKEN_ROUTE and not self._has_route(scope, VERSION_ROUTE):
+            send = self._stamped(send)
         self._running += 1
         self._idle.clear()
         try:
@@ -83,6 +100,24 @@ class Gate:
             if not self._running:
                 self._idle.set()
 
+    def _stamped(self, send: Send) -> Send:
+        """Answers get the version of the weights that are there now, unless others came before the answer was whole."""
+        weights = self._weights
+        if weights is None:
+            return send
+        return StampedAnswer(send, lambda: weights.version if weights is self._weights else None).send
+
+    def _has_route(self, scope: Scope, path: str) -> bool:
+        """Whether the server has this route; an app that lists none is taken to have all."""
+        routes = self._routes_of(scope)
+        return not routes or path in routes
+
+    def _routes_of(self, scope: Scope) -> frozenset[str]:
+        if self._server_routes is None:
+            listed = getattr(scope.get("app"), "routes", ())
+            self._server_routes = frozenset(path for route in listed if isinstance(path := getattr(route, "path", None), str))
+        return self._server_routes
+
     def _has_token(self, scope: Scope) -> bool:
         return bool(self.token) and _header(scope, TOKEN_HEADER) == self.token.encode()
 
@@ -91,7 +126,7 @@ class Gate:
     async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
         if (method, path) == ("GET", "/vime/identity"):
-            await _reply(send, 200, self._identity())
+            await _reply(send, 200, {**self._identity(), "routes": sorted(self._routes_of(scope))})
         elif (handler := self._routes.get((method, path))) is None:
             await _reply(send, 404, _error(f"no route {method} {path}"))
         elif self.token and not self._has_token(scope):
@@ -146,6 +181,7 @@ class Gate:
         if request.get("resume"):
             await self._inner(scope, "/resume")
         self.version = request.get("version", self.version)
+        self._label(self.version)
         self._open.set()
         return 200, self._identity()
 
@@ -161,9 +197,16 @@ class Gate:
         if self._running:
             return 409, _error(f"{self._running} requests are running; shut the gate with ?pause= first")
         async with self._updating:
+            self._weights = None
             seconds = await self._on_workers(scope, "update", request["update_info"])
-            await self._inner(scope, "/update_weight_version", {"new_version": request["version"]})
+            if self._has_route(scope, VERSION_ROUTE):
+                await self._inner(scope, VERSION_ROUTE, {"new_version": request["version"]})
+            self._label(request["version"])
         return 200, {"seconds": seconds}
+
+    def _label(self, version: str | None) -> None:
+        if version is not None and (self._weights is None or self._weights.version != version):
+            self._weights = _Weights(version)
 
     async def _on_workers(self, scope: Scope, step: str, payload: dict[str, Any]) -> dict[str, float]:
         """Run a step of `vime.weights.vllm_ext` in all workers; the slowest one's seconds by phase."""

@@ -63,8 +63,12 @@ def vime_weights(worker: Any, step: str, payload: dict[str, Any]) -> dict[str, A
     the others still answer for the results of the next call. Only the first data-parallel replica's values come back, so
     the others have to raise.
     """
+    from vllm.config import set_current_vllm_config
+
     try:
-        return {"seconds": _STEPS[step](worker, payload)}
+        # vLLM 0.26 calls a worker's methods without its configuration, which processing a loaded layer may ask for.
+        with set_current_vllm_config(worker.vllm_config):
+            return {"seconds": _STEPS[step](worker, payload)}
     except Exception as error:
         if worker.parallel_config.data_parallel_index:
             raise
@@ -182,6 +186,8 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Receive, verify and load one full update; on any failure leave the model whole enough for the next one."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
         except BaseException as error:
             self._abandon()
             if isinstance(error, VimeError) or not isinstance(error, Exception):
@@ -200,6 +206,11 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 arriving.close()
         if missing := [t.name for t in self._accepted.tensors if t.name not in received]:
             raise WeightSyncError(f"{len(missing)} tensors did not arrive: {short_list(missing)}", fix="publish again")
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """Abstract in vLLM 0.26, gone in 0.32. vime's trainers send by their own halves."""
+        raise NotImplementedError("weights are sent by vime.weights.protocol.Publisher")
 
     def finish_weight_update(self) -> None:
         self._finalize()

@@ -200,20 +200,8 @@ def test_every_plugin_of_vllm_ascend_is_let_in(platform: Platform, node: NodeInv
     assert found.args["additional_config"] == {"weight_nz_mode": 0}
 
 
-@pytest.mark.parametrize(
-    ("version", "module"),
-    [
-        (None, None),
-        ("0.23.0.post1", "vllm.entrypoints.openai.api_server"),
-        ("0.32.0", "vllm.entrypoints.launchers.api_server.entry"),
-        ("0.100.0", "vllm.entrypoints.launchers.api_server.entry"),
-    ],
-)
-def test_the_servers_module_by_version(
-    platform: Platform, node: NodeInventory, version: str | None, module: str | None
-) -> None:
-    software = {"vllm": version} if version else {}
-    assert platform.vllm_defaults(replace(request(node, RoleKind.ENGINE), software=software)).launch == module
+def test_the_server_is_the_one_of_the_installed_release(platform: Platform, node: NodeInventory) -> None:
+    assert platform.vllm_defaults(request(node, RoleKind.ENGINE)).launch is None
 
 
 def test_a_parked_engine_sleeps_at_level_1_with_expandable_segments_switched_off(

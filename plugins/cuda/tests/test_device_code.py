@@ -13,6 +13,7 @@ import torch
 from vime.errors import TrainerError, WeightSyncError
 from vime.memory.storages import StorageMemory
 from vime.trainer.device_runtime import TorchDeviceRuntime
+from vime.trainer.runtime import BindsSockets
 from vime_cuda.device_export import (
     FIELDS,
     CudaExporter,
@@ -226,3 +227,12 @@ def test_the_host_copy_falls_back_to_pageable_memory():
     if torch.cuda.is_available():
         pytest.skip("memory can be page-locked here")
     assert CudaExporter(name="vime-x").host(10).numel() == 10
+
+
+@pytest.mark.parametrize(("chosen", "used"), [(None, "lo0"), ("eth1", "eth1")])
+def test_nccl_stays_on_the_interface_it_is_given_unless_the_user_chose_one(monkeypatch, chosen, used):
+    monkeypatch.setattr(os, "environ", {} if chosen is None else {"NCCL_SOCKET_IFNAME": chosen})
+    runtime = object.__new__(CudaRuntime)
+    assert isinstance(runtime, BindsSockets)
+    runtime.bind_sockets("lo0")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == used

@@ -208,7 +208,7 @@ def test_workers_of_an_engine_are_bound_in_the_order_of_its_devices(gb200: Platf
 @pytest.mark.parametrize(
     ("software", "numactl", "change"),
     [
-        ({"vllm": "0.26.0"}, True, machines.as_is),
+        ({"vllm": "0.25.1"}, True, machines.as_is),
         ({"vllm": "unknown"}, True, machines.as_is),
         ({}, True, machines.as_is),
         ({"vllm": "0.32.0"}, False, machines.as_is),

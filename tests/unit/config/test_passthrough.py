@@ -110,6 +110,16 @@ def test_local_versions_equal_their_public_part(monkeypatch: pytest.MonkeyPatch)
     assert manifest_of("vllm").origin == "shipped with vime for the installed 0.32.0"
 
 
+def test_a_release_with_a_manifest_of_its_own_is_checked_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "0.26.0+cu130")
+    found = manifest_of("vllm")
+    assert (found.version, found.origin) == ("0.26.0", "shipped with vime for the installed 0.26.0")
+    assert "enable_scale_out" not in found.arguments
+    _, errors = check(VLLM, "enable_scale_out: true\nmax_num_active_seqs: 2\n")
+    assert "`rollout.vllm.enable_scale_out` is set by vime" in errors[0]
+    assert "vllm 0.26.0 has no such argument" in errors[1]
+
+
 def test_another_version_is_asked_in_a_child_process_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm_router")
     monkeypatch.setattr(manifests, "installed_version", lambda _: "99.0")

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from vime.errors import ConfigError, Errors
+from vime.errors import ConfigError, EngineError, Errors
+from vime.facts.engine import NEEDED_ROUTES, RELEASES, TOKEN_ROUTE
 from vime.facts.process import Parallel, VllmDefaults
-from vime.rollout.engine import EngineSpec, engine_command, engine_env, find_cause, flag, merge_engine_args
+from vime.rollout import engine
+from vime.rollout.engine import EngineSpec, check_routes, engine_command, engine_env, find_cause, flag, merge_engine_args
 from vime.testing.engine_server import CRASH_LOG
 
-SPEC = EngineSpec(Path("/models/m"), "float32", Path("engine.log"), "token", max_model_len=128)
+OLD, NEW = RELEASES
+SPEC = EngineSpec(Path("/models/m"), "float32", Path("engine.log"), "token", max_model_len=128, features=NEW)
 
 
 def words(command: list[str], option: str) -> list[str]:
@@ -63,6 +66,34 @@ def test_the_command_serves_the_model_on_loopback_with_what_vime_needs() -> None
     assert "--enable-scale-out" in command
     assert "--pipeline-parallel-size" not in command
     assert "--api-key" not in command
+
+
+@pytest.mark.parametrize(
+    ("version", "launch", "flagged"),
+    [
+        ("0.26.0", "vllm.entrypoints.openai.api_server", False),
+        ("0.32.0", "vllm.entrypoints.launchers.api_server.entry", True),
+        (None, "vllm.entrypoints.launchers.api_server.entry", True),
+    ],
+)
+def test_the_server_is_the_one_of_the_release_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, launch: str, flagged: bool
+) -> None:
+    monkeypatch.setattr(engine, "installed_version", lambda package: version if package == "vllm" else None)
+    command = engine_command(replace(SPEC, features=None, args={"enable_scale_out": True}), 1)
+    assert command[2] == launch
+    assert command.count("--enable-scale-out") == flagged
+
+
+def test_a_platforms_own_server_goes_before_the_releases() -> None:
+    assert engine_command(replace(SPEC, launch="mine.server", features=OLD), 1)[2] == "mine.server"
+
+
+def test_a_server_without_a_route_that_vime_calls_is_refused() -> None:
+    check_routes((), where="engine 3")
+    check_routes([*NEEDED_ROUTES, "/health"], where="engine 3")
+    with pytest.raises(EngineError, match=rf"engine 3: this vLLM's server has no route {TOKEN_ROUTE}\n  fix: .*0\.26 or 0\.32"):
+        check_routes(sorted(NEEDED_ROUTES - {TOKEN_ROUTE}), where="engine 3")
 
 
 def test_a_length_given_by_the_user_wins() -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from packaging.version import Version
-
 from vime.facts.memory import EngineSleep, Tag, TagSemantics
 from vime.facts.process import EnvMode, EnvValue, RoleRequest, VllmDefaults
-from vime_ascend.versions import parse
 
 PLATFORM_PLUGIN = "ascend"
 GENERAL_PLUGINS = ("ascend_kv_connector", "ascend_model_loader", "ascend_service_profiling", "ascend_model")
@@ -23,10 +20,6 @@ routes that vime asks for itself, but it also takes `expandable_segments` out of
 be said."""
 
 ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
-
-_LAUNCHERS = Version("0.32")
-_NEW_LAUNCH = "vllm.entrypoints.launchers.api_server.entry"
-_OLD_LAUNCH = "vllm.entrypoints.openai.api_server"
 
 _RELEASED = "vllm-ascend's allocator unmaps the memory"
 _GRAPHS = "captured graphs stay; rl_config.sleep_mode_extra_cleanup would drop them and capture anew on waking"
@@ -48,18 +41,9 @@ def defaults(request: RoleRequest) -> VllmDefaults:
             "VLLM_NO_USAGE_STATS": EnvValue("1", "a training run reports nothing to third parties"),
             "HF_HUB_OFFLINE": EnvValue("1", "the model is a local folder; a name must not start a download"),
         },
-        launch=_launch(request.software.get("vllm")),
         entry_points=(PLATFORM_PLUGIN, *GENERAL_PLUGINS, "vime"),
         expected_platform=EXPECTED_PLATFORM,
     )
-
-
-def _launch(vllm: str | None) -> str | None:
-    """The server's module, which moved; None where the version is not known and the core's own choice stands."""
-    version = parse(vllm)
-    if version is None:
-        return None
-    return _NEW_LAUNCH if version >= _LAUNCHERS else _OLD_LAUNCH
 
 
 def sleep(request: RoleRequest) -> EngineSleep:

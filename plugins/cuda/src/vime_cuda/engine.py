@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from vime.facts.memory import EngineSleep, Tag, TagSemantics
 from vime.facts.process import EnvMode, EnvValue, RoleRequest, VllmDefaults
-
-LAUNCHER_SINCE = Version("0.32")
-"""The release that moved the server's module and brought `enable_scale_out`; 0.26 has neither."""
-
-LAUNCH = "vllm.entrypoints.launchers.api_server.entry"
-LAUNCH_BEFORE = "vllm.entrypoints.openai.api_server"
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch reads both names, the older one in every release."""
@@ -27,26 +19,13 @@ _ALONE, _PARKED, _RESIDENT = 0.9, 0.75, 0.4
 
 
 def defaults(request: RoleRequest) -> VllmDefaults:
-    """Arguments and environment below the user's own. `launch` is None where the version of vLLM is unknown."""
-    version = _version(request)
-    args: dict[str, Any] = {**_ARGS, "gpu_memory_utilization": memory_share(request)}
-    if version is not None and version >= LAUNCHER_SINCE:
-        args["enable_scale_out"] = True
+    """Arguments and environment below the user's own. The server is the one of the installed release."""
     return VllmDefaults(
-        args=args,
+        args={**_ARGS, "gpu_memory_utilization": memory_share(request)},
         env=_environment(),
-        launch=None if version is None else LAUNCH if version >= LAUNCHER_SINCE else LAUNCH_BEFORE,
         entry_points=("vime",),
         expected_platform="vllm.platforms.cuda.CudaPlatform",
     )
-
-
-def _version(request: RoleRequest) -> Version | None:
-    """The release that is installed, without local parts and pre-release marks."""
-    try:
-        return Version(Version(request.software["vllm"]).base_version)
-    except (KeyError, InvalidVersion):
-        return None
 
 
 def memory_share(request: RoleRequest) -> float:

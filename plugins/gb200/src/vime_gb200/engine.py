@@ -7,7 +7,7 @@ from packaging.version import InvalidVersion, Version
 from vime.facts.process import RoleRequest, VllmDefaults
 from vime_gb200.inventory import NUMACTL
 
-_BINDS_SINCE = Version("0.32")
+_BINDS_SINCE = Version("0.26")
 """The oldest vLLM whose `numa_bind` arguments were looked at."""
 
 

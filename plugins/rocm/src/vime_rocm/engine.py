@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from vime.facts.memory import EngineSleep, Tag, TagSemantics
 from vime.facts.process import EnvMode, EnvValue, RoleRequest, VllmDefaults
 from vime_rocm import allocator
 
 PLATFORM = "vllm.platforms.rocm.RocmPlatform"
 CHUNK_VARIABLE = "VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE"
-
-_LAUNCHERS = Version("0.32")
-"""The release that moved the server's module and brought `enable_scale_out`."""
 
 _BEHIND_ROUTER: dict[str, Any] = {
     "enable_prompt_tokens_details": True,
@@ -27,27 +22,9 @@ _PARKED_SHARE, _RESIDENT_SHARE = 0.6, 0.4
 _GRAPHS = TagSemantics(frees=False, preserves=True, why="captured graphs keep their addresses and stay")
 
 
-def launch(version: Version | None) -> str | None:
-    """The server's module in a vLLM release. None where the release is unknown: the core decides."""
-    if version is None:
-        return None
-    new, old = "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"
-    return new if version >= _LAUNCHERS else old
-
-
-def _release(request: RoleRequest) -> Version | None:
-    """The installed vLLM, without pre-release marks and local parts."""
-    try:
-        return Version(Version(request.software["vllm"]).base_version)
-    except (KeyError, InvalidVersion):
-        return None
-
-
 def defaults(request: RoleRequest) -> VllmDefaults:
     """Arguments and environment below the user's own."""
-    args, version = dict(_BEHIND_ROUTER), _release(request)
-    if version is not None and version >= _LAUNCHERS:
-        args["enable_scale_out"] = True
+    args = dict(_BEHIND_ROUTER)
     if request.shared_with:
         args["gpu_memory_utilization"] = _PARKED_SHARE if request.residency == "park" else _RESIDENT_SHARE
     return VllmDefaults(
@@ -59,7 +36,6 @@ def defaults(request: RoleRequest) -> VllmDefaults:
             "VLLM_NO_USAGE_STATS": EnvValue("1", "a training run reports nothing to third parties"),
             "HF_HUB_OFFLINE": EnvValue("1", "the model is a local folder; a name must not start a download"),
         },
-        launch=launch(version),
         entry_points=("vime",),
         expected_platform=PLATFORM,
     )

@@ -1,0 +1,63 @@
+"""What a release of vLLM's server can do, as far as vime acts on it: known from the version before a start, from the routes
+of a server that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+TOKEN_ROUTE = "/inference/v1/generate"
+VERSION_ROUTE = "/update_weight_version"
+NEEDED_ROUTES = frozenset(
+    {TOKEN_ROUTE, "/pause", "/resume", "/abort_requests", "/is_paused", "/get_world_size", "/collective_rpc"}
+)
+"""Routes that vime cannot work without; those of the weights are reached through `/collective_rpc`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFeatures:
+    """One release.
+
+    `launch` is the module that `python -m` runs. `token_flag` is the argument (underscores) without which the
+    token-in, token-out route is missing, None where it is always there. `versions` says that the server keeps a label of
+    its weights (`/update_weight_version`) and reports in each choice which label sampled which tokens.
+    """
+
+    release: str
+    launch: str
+    token_flag: str | None
+    versions: bool
+
+
+RELEASES: tuple[EngineFeatures, ...] = (
+    EngineFeatures("0.26.0", "vllm.entrypoints.openai.api_server", token_flag=None, versions=False),
+    EngineFeatures("0.32.0", "vllm.entrypoints.launchers.api_server.entry", token_flag="enable_scale_out", versions=True),
+)
+"""The releases that vime is made for, oldest first."""
+
+
+def features_of(version: str | None) -> EngineFeatures:
+    """Features of an installed version: those of the newest release in `RELEASES` that is not newer than it.
+
+    A version older than all of them counts as the oldest, an unknown one as the newest.
+    """
+    release = _release(version)
+    if release is None:
+        return RELEASES[-1]
+    known = [features for features in RELEASES if Version(features.release) <= release]
+    return known[-1] if known else RELEASES[0]
+
+
+def _release(version: str | None) -> Version | None:
+    """Without local parts and pre-release marks: a development build of 0.32 has what 0.32 has."""
+    try:
+        return Version(Version(version).base_version) if version is not None else None
+    except InvalidVersion:
+        return None
+
+
+def missing_routes(routes: Collection[str]) -> tuple[str, ...]:
+    """What a server with these routes lacks of `NEEDED_ROUTES`, in order of name."""
+    return tuple(sorted(NEEDED_ROUTES.difference(routes)))
