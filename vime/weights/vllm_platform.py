@@ -7,6 +7,7 @@ platform. `check_platform` compares with what vime expects (`VIME_EXPECTED_PLATF
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -76,9 +77,21 @@ def check_platform(resolved: type | None = None) -> None:
     expected = os.environ.get(EXPECTED_ENV)
     if not expected:
         return
-    names = class_names(resolved if resolved is not None else resolved_platform())
-    if expected not in names:
-        raise EngineError(mismatch(expected, names[0], ask_plugins()), fix=FIX)
+    found = resolved if resolved is not None else resolved_platform()
+    if not is_expected(expected, found):
+        raise EngineError(mismatch(expected, class_names(found)[0], ask_plugins()), fix=FIX)
+
+
+def is_expected(expected: str, resolved: type) -> bool:
+    """Whether a class is the expected one or derives from it. The expected name may be another name for a class."""
+    if expected in class_names(resolved):
+        return True
+    module, _, name = expected.rpartition(".")
+    try:
+        named = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return False
+    return isinstance(named, type) and issubclass(resolved, named)
 
 
 FIX = "mend or install what vLLM's platform needs; `vime doctor --engine` shows the same without a run"
@@ -103,8 +116,10 @@ def main() -> int:
     expected = os.environ.get(EXPECTED_ENV)
     names: tuple[str, ...] = ()
     error = None
+    as_expected = not expected
     try:
-        names = class_names(resolved_platform())
+        resolved = resolved_platform()
+        names, as_expected = class_names(resolved), not expected or is_expected(expected, resolved)
     except Exception as failure:  # noqa: BLE001  reported as a value
         error = f"{type(failure).__name__}: {failure}"
     answers = ask_plugins()
@@ -112,6 +127,7 @@ def main() -> int:
         "expected": expected,
         "resolved": names[0] if names else None,
         "classes": names,
+        "as_expected": as_expected,
         "plugins": [asdict(answer) for answer in answers],
         "error": error,
     }

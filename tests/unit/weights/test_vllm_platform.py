@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from vime.errors import EngineError
 from vime.rollout.engine import find_cause
-from vime.weights.vllm_platform import ask_plugins, check_platform
+from vime.weights.vllm_platform import ask_plugins, check_platform, is_expected
 
 
 class Expected:
@@ -44,6 +45,18 @@ def test_the_expected_class_or_a_special_form_of_it_passes(monkeypatch: pytest.M
     check_platform(Special)
     monkeypatch.delenv("VIME_EXPECTED_PLATFORM")
     check_platform(int)
+
+
+def test_the_expected_name_may_be_another_name_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("some_platforms")
+    probed = type("ProbedPlatform", (), {"__module__": "some_platforms"})
+    module.Platform = probed  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "some_platforms", module)
+    assert is_expected("some_platforms.Platform", probed)
+    assert is_expected("some_platforms.Platform", type("Special", (probed,), {}))
+    assert not is_expected("some_platforms.Platform", type("Other", (), {}))
+    assert not is_expected("some_platforms.Absent", probed)
+    assert not is_expected("no_such_platforms.Platform", probed)
 
 
 def test_another_class_is_refused_with_both_names_and_what_was_swallowed(
