@@ -37,3 +37,12 @@ class BindsHost(Protocol):
     def bind_host(self, node_device: int) -> None:
         """Called before `set_device`. `node_device` is the device's place in its node's inventory, whatever is masked."""
         ...
+
+
+@runtime_checkable
+class BindsSockets(Protocol):
+    """What a runtime may do besides: keep the collectives of its device on one network interface."""
+
+    def bind_sockets(self, interface: str) -> None:
+        """Called before the process group starts, with the loopback interface where all ranks are on this machine."""
+        ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -81,30 +80,6 @@ def test_layers_share_the_runs_of_a_pack():
 def test_neighbours_of_equal_length_make_one_run():
     ends = torch.tensor([0, 3, 6, 9, 14, 14, 17], dtype=torch.int32)
     assert plan_runs(ends) == (Run(3, 9), Run(5, 5), Run(3, 3))
-
-
-def test_rotary_positions_are_megatrons_bit_for_bit():
-    import torch.distributed as dist
-    from megatron.core.models.common.embeddings import rope_utils
-
-    from vime.platforms.cpu.packed_rope import make_packed_rope
-
-    class One:
-        def size(self) -> int:
-            return 1
-
-        def rank(self) -> int:
-            return 0
-
-    assert dist.is_available()
-    original = inspect.getclosurevars(rope_utils._apply_rotary_pos_emb_thd).nonlocals.get("original")
-    original = original or rope_utils._apply_rotary_pos_emb_thd
-    ends = torch.tensor([0, 3, 8, 9, 13], dtype=torch.int32)
-    t, freqs = torch.randn(13, 2, 8), torch.randn(6, 1, 1, 8)
-    for size in (8, 4):
-        part = freqs[..., :size]
-        expected = original(t, ends.clone(), part, cp_group=One())
-        assert torch.equal(make_packed_rope(original)(t, ends.clone(), part, cp_group=One()), expected)
 
 
 def test_what_the_attention_cannot_do_is_refused():

@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vime.config.schema import OptimizerSection
 from vime.errors import TrainerError
@@ -52,3 +53,29 @@ def test_impossible_schedules_are_refused():
         rates(OptimizerSection(lr=1.0, decay="linear", warmup_steps=5), num_steps=5)
     with pytest.raises(TrainerError, match="min_lr"):
         rates(OptimizerSection(lr=0.1, min_lr=0.2), num_steps=5)
+
+
+def test_norms_and_scales_of_lists_replace_megatrons_own_and_no_other(monkeypatch):
+    host_facade.install()
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    from vime.trainer.megatron.optimizer import list_norm, list_scale, use_list_operations
+
+    def apexs(*_args):
+        raise AssertionError("not called")
+
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", apexs)
+    use_list_operations()
+    assert clip_grads.l2_norm_impl is list_norm
+    assert clip_grads.multi_tensor_scale_impl is apexs
+    tensors = [torch.tensor([2.0, 3.0]), torch.tensor([[6.0]])]
+    norm, _ = list_norm(0, None, [tensors], False)
+    assert norm.tolist() == [7.0]
+    copies = [torch.zeros(2), torch.zeros(1, 1)]
+    list_scale(0, None, [tensors, copies], 0.5)
+    assert [t.flatten().tolist() for t in copies] == [[1.0, 1.5], [3.0]]
+    assert tensors[0].tolist() == [2.0, 3.0]
+    list_scale(0, None, [tensors, tensors], 2.0)
+    assert [t.flatten().tolist() for t in tensors] == [[4.0, 6.0], [12.0]]

@@ -7,14 +7,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vime.config.schema import GrpoSection, OptimizerSection, SftSection, TrainerSection
 from vime.errors import CheckpointError, ConfigError, MemoryStateError, TrainerError
+from vime.facts.collectives import CollectiveSpec
 from vime.facts.memory import NullMemory, Tag
-from vime.facts.process import MegatronAdaptation, Override, Parallel
+from vime.facts.process import Factory, MegatronAdaptation, Override, Parallel, TrainerRuntime
 from vime.trainer.megatron.model import checked_passthrough, padded_vocab, transformer_values
 from vime.trainer.megatron.parallel import check_parallel
 from vime.types import TrainSample, UpdateWork
@@ -301,6 +303,35 @@ def test_what_cannot_be_trained_is_refused_by_name(worker_of, tmp_path, setup_of
         check_parallel(setup_of(tmp_path, parallel=Parallel(cp=2), world=2))
     with pytest.raises(ConfigError, match="float16"):
         worker_of(dtype="float16")
+
+
+def test_a_backend_without_the_host_is_refused_and_leaves_no_group(worker_of):
+    with pytest.raises(TrainerError, match="cuda:gloo does not take host tensors"):
+        worker_of(collective=CollectiveSpec("cuda:gloo", 60.0, ("sum",)))
+    assert not torch.distributed.is_initialized()
+
+
+def test_sockets_are_kept_to_loopback_where_the_role_is_alone(monkeypatch):
+    import os
+
+    from vime.trainer.megatron.parallel import _keep_to_loopback
+
+    told: list[str] = []
+    runtime = SimpleNamespace(bind_sockets=told.append)
+    monkeypatch.setattr(os, "environ", {})
+    _keep_to_loopback("10.0.0.1", runtime)  # type: ignore[arg-type]
+    assert (told, os.environ) == ([], {})
+    _keep_to_loopback("localhost", runtime)  # type: ignore[arg-type]
+    assert told == [os.environ["GLOO_SOCKET_IFNAME"]]
+
+
+@pytest.mark.parametrize(("device", "on_host"), [("cpu", True), ("other", False)])
+def test_parameters_are_made_where_they_will_be_used(tmp_path, model_of, setup_of, device, on_host):
+    from vime.models.qwen3 import FAMILY
+    from vime.models.registry import read_config
+
+    setup = setup_of(model_of(tmp_path / "m"), runtime=TrainerRuntime(Factory("nothing:needed"), device))
+    assert transformer_values(setup, FAMILY, read_config(setup.model_path))["use_cpu_initialization"] is on_host
 
 
 @pytest.mark.parametrize(("vocab", "tp", "padded"), [(50, 1, 56), (50, 2, 64), (64, 2, 64), (151936, 8, 151936)])

@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 
-from vime.platforms.cpu.packed_rope import make_packed_rope
-
 PACKAGE = "megatron.core"
 HOST = torch.device("cpu")
 
@@ -276,16 +274,8 @@ def _mend_dispatcher(module: ModuleType) -> None:
     vars(module)["maybe_move_tensor_to_cpu"] = to_host
 
 
-def _mend_rope(module: ModuleType) -> None:
-    """Short sequences spend more time on cutting tables apart than on rotating."""
-    name = "_apply_rotary_pos_emb_thd"
-    if name in vars(module):
-        vars(module)[name] = make_packed_rope(vars(module)[name])
-
-
 _MENDS: dict[str, Callable[[ModuleType], None]] = {
     f"{PACKAGE}.jit": _mend_jit,
-    f"{PACKAGE}.models.common.embeddings.rope_utils": _mend_rope,
     f"{PACKAGE}.tensor_parallel.random": _mend_random,
     f"{PACKAGE}.transformer.moe.moe_utils": _mend_moe,
     f"{PACKAGE}.transformer.moe.token_dispatcher": _mend_dispatcher,

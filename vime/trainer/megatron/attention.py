@@ -27,9 +27,28 @@ class RmsNorm(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape and type."""
+        return _RmsNorm.apply(hidden, self.weight, self.eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps the input and one factor a row; autograd would keep float32 copies of the input besides."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden.dtype)
+        factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(hidden, weight, factor)
+        return weight * (wide * factor).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With n = x f and g the gradient times the weight: dx = f (g - n mean(g n)), dw = the sum of the gradient times n."""
+        hidden, weight, factor = ctx.saved_tensors
+        grad, normed = grads[0].float(), hidden.float() * factor
+        weight_grad = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        slope = grad * weight.float()
+        slope -= normed * (slope * normed).mean(-1, keepdim=True)
+        return slope.mul_(factor).to(hidden.dtype), weight_grad, None
 
 
 def block_spec(config: Any, adaptation: MegatronAdaptation) -> Any:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -20,15 +20,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 
-class InProcessSave(SaveShardedStrategy):
-    """The `torch_dist` format, written synchronously: one file per rank and the metadata by rank 0."""
+class InProcessSave(TorchDistSaveShardedStrategy):
+    """The `torch_dist` format, written synchronously: one file per rank and the metadata by rank 0.
+
+    Derived from megatron-core's own strategy, because newer releases put that one in the place of any other without a word.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]
-        return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Write what this rank is the main replica of; a collective. Raises CheckpointException naming the rank."""

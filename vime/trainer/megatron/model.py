@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from vime.facts.process import MegatronAdaptation
 from vime.models.base import Family
 from vime.trainer.megatron.attention import block_spec
 from vime.trainer.megatron.parallel import Axes
+from vime.trainer.megatron.rotary import use_pack_tables
 from vime.trainer.setup import TrainerSetup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,6 +39,13 @@ OWNED = {
     "calculate_per_token_loss": "algorithm.loss_mean",
 }
 """Fields that have another home: trainer.megatron may not set them."""
+
+_ADVICE = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
+}
+"""Loggers and beginnings of what megatron-core says to its callers; nobody who runs vime can act on it."""
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -99,7 +108,8 @@ def _own_values(setup: TrainerSetup) -> dict[str, Any]:
         "bf16": dtype == torch.bfloat16,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "use_cpu_initialization": True,
+        # Weights are read or drawn afterwards; their memory is taken where it will be used.
+        "use_cpu_initialization": setup.runtime.device_type == "cpu",
         "perform_initialization": False,
         "calculate_per_token_loss": True,
         "attention_softmax_in_fp32": True,
@@ -133,25 +143,24 @@ def check_divisible(shape: ModelShape, axes: Axes) -> None:
 
 
 class RowSelect:
-    """Keeps only the rows of hidden states that predict a target, so that the head computes nothing else.
+    """Stands in for the output layer: hands on the hidden states of the rows that predict a target.
 
-    Hooked before the output layer; `rows` is set for each micro-batch, None keeps every row.
+    The head itself runs with the loss, in chunks (`vime.trainer.megatron.logprobs`), so that logits of a whole micro-batch
+    never exist. `rows` is set for each micro-batch, None keeps every row.
     """
 
     def __init__(self, axes: Axes, *, sequence_parallel: bool) -> None:
         self.rows: Tensor | None = None
         self._group = axes.tp_group if sequence_parallel else None
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """hidden [tokens (/ tp), 1, hidden] -> [rows, 1, hidden]."""
-        hidden = args[0]
+    def __call__(self, hidden: Tensor, *_args: Any, **_options: Any) -> tuple[Tensor, None]:
+        """hidden [tokens (/ tp), 1, hidden] -> [rows, 1, hidden], no bias; takes the arguments of the output layer."""
         if self._group is not None:
             from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+            # The head's gradient is summed over the ranks already, so each takes its own part of it.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self._group)
-        if self.rows is not None:
-            hidden = hidden.index_select(0, self.rows)
-        return (hidden, *args[1:]), kwargs
+        return (hidden if self.rows is None else hidden.index_select(0, self.rows)), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +174,13 @@ class Model:
     hf_config: Mapping[str, Any]
     select: RowSelect | None
 
+    @property
+    def head_weight(self) -> Tensor:
+        """This rank's rows [columns, hidden] of the output layer's weight; on the last stage."""
+        if self.bare.share_embeddings_and_output_weights:
+            return self.bare.shared_embedding_or_output_weight()
+        return self.bare.output_layer.weight
+
 
 def build_model(
     setup: TrainerSetup, *, axes: Axes, family: Family, hf_config: Mapping[str, Any], device: torch.device
@@ -173,6 +189,8 @@ def build_model(
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    use_pack_tables()
+    _leave_out_advice()
     shape, rotary = family.shape(hf_config), family.rotary(hf_config)
     check_divisible(shape, axes)
     config = TransformerConfig(**transformer_values(setup, family, hf_config))
@@ -190,7 +208,7 @@ def build_model(
         parallel_output=True,
     ).to(device)
     _mark_sharded(bare, family)
-    select = _hook_head(bare, axes, config) if axes.is_last_stage else None
+    select = _replace_head(bare, axes, config) if axes.is_last_stage else None
     return Model(bare, config, family, shape, hf_config, select)
 
 
@@ -207,12 +225,9 @@ def _mark_sharded(bare: Any, family: Family) -> None:
             set_tensor_model_parallel_attributes(param, is_parallel=True, dim=row.tp_dim, stride=1)
 
 
-def _hook_head(bare: Any, axes: Axes, config: Any) -> RowSelect:
-    """Under sequence parallelism rows are picked from all tokens, so the head must not gather them again."""
+def _replace_head(bare: Any, axes: Axes, config: Any) -> RowSelect:
     select = RowSelect(axes, sequence_parallel=config.sequence_parallel)
-    bare.output_layer.sequence_parallel = False
-    bare.output_layer.allreduce_dgrad = axes.tp_size > 1
-    bare.output_layer.register_forward_pre_hook(select, with_kwargs=True)
+    bare.output_layer.forward = select
     return select
 
 
@@ -226,6 +241,24 @@ def wrap_model(model: Model) -> Any:
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False, overlap_grad_reduce=False
     )
     return DistributedDataParallel(model.config, settings, module)
+
+
+def _leave_out_advice() -> None:
+    for name, beginning in _ADVICE.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, _Without) for known in logger.filters):
+            logger.addFilter(_Without(beginning))
+
+
+class _Without(logging.Filter):
+    """Drops messages that begin in one way."""
+
+    def __init__(self, beginning: str) -> None:
+        super().__init__()
+        self._beginning = beginning
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self._beginning)
 
 
 def adaptation_notes(adaptation: MegatronAdaptation) -> tuple[str, ...]:

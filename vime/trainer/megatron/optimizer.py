@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vime.config.schema import OptimizerSection
 from vime.errors import TrainerError
 from vime.facts.process import Factory
 from vime.trainer.megatron.model import Model
+
+_ops: Any = torch
+"""The list-wise operations are public by use, not by export."""
 
 
 def use_fused_adam(factory: Factory | None) -> None:
@@ -26,6 +32,35 @@ def use_fused_adam(factory: Factory | None) -> None:
     plain.USING_PYTORCH_OPTIMIZER = False
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
     distributed.USING_TE_OPTIMIZER = False
+
+
+def use_list_operations() -> None:
+    """Let megatron-core take norms and scale gradients list by list, where neither Apex nor TransformerEngine does.
+
+    Its own stand-in brings every gradient's norm to the host by itself, which waits for the device hundreds of times.
+    """
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    module: Any = clip_grads
+    if module.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        module.l2_norm_impl = list_norm
+    if module.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
+        module.multi_tensor_scale_impl = list_scale
+
+
+def list_norm(_chunk: int, _flag: Any, lists: Sequence[Sequence[Tensor]], _per_tensor: bool) -> tuple[Tensor, None]:
+    """Apex's `multi_tensor_l2norm` -> ([1] on the tensors' device, None)."""
+    norms = torch.stack(_ops._foreach_norm(list(chain.from_iterable(lists))))
+    return torch.linalg.vector_norm(norms).view(1), None
+
+
+def list_scale(_chunk: int, _flag: Any, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
+    """Apex's `multi_tensor_scale`: the second list becomes the first times `scale`; they may be the same tensors."""
+    sources, targets = (list(tensors) for tensors in lists)
+    if any(s.data_ptr() != t.data_ptr() for s, t in zip(sources, targets, strict=True)):
+        _ops._foreach_copy_(targets, sources)
+    _ops._foreach_mul_(targets, scale)
 
 
 def build_optimizer(section: OptimizerSection, *, model: Model, wrapped: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vime.algorithms.base import Algorithm, token_weights
 from vime.errors import TrainerError
+from vime.trainer.megatron.rotary import POSITIONS
 from vime.types import TrainSample, UpdateWork
 
 ALIGNMENT = 8
@@ -68,10 +69,11 @@ def make_pack(sequences: Sequence[Sequence[int]], first_targets: Sequence[int], 
     first = torch.tensor([*first_targets, padding] if padding else list(first_targets))
     is_target = positions >= torch.repeat_interleave(first, segments)
     predicted = is_target.nonzero()[:, 0]
+    placed = positions.to(shape.device)
     return Pack(
         ids=ids[None].to(shape.device),
-        positions=positions[None].to(shape.device),
-        params=pack_params(segments.tolist(), longest=int(segments.max()), device=shape.device),
+        positions=placed[None],
+        params=pack_params(segments.tolist(), placed, longest=int(segments.max())),
         rows=(predicted - 1).to(shape.device),
         targets=ids[predicted].to(shape.device),
     )
@@ -86,13 +88,14 @@ def check_ids(ids: Tensor, vocab: int) -> None:
         )
 
 
-def pack_params(lengths: Sequence[int], *, longest: int, device: torch.device) -> Any:
-    """megatron-core's description of a pack of segments; positions in it are below `longest`."""
+def pack_params(lengths: Sequence[int], positions: Tensor, *, longest: int) -> Any:
+    """megatron-core's description of a pack of segments; `positions` [tokens] in them are below `longest`."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     ends[1:] = torch.tensor(lengths).cumsum(0)
-    ends = ends.to(device)
+    ends = ends.to(positions.device)
+    setattr(ends, POSITIONS, positions)
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 

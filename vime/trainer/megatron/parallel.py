@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from vime.errors import TrainerError
-from vime.trainer.runtime import DeviceRuntime
+from vime.trainer.runtime import BindsSockets, DeviceRuntime
 from vime.trainer.setup import TrainerSetup
 
 
@@ -68,21 +68,32 @@ def check_parallel(setup: TrainerSetup) -> None:
             raise TrainerError(f"the trainer does not support {axis} {getattr(parallel, axis)}", fix=f"set {axis} to 1")
 
 
-def start_process_group(setup: TrainerSetup) -> None:
-    """Join the role's process group. A world of one needs no port."""
+def start_process_group(setup: TrainerSetup, runtime: DeviceRuntime) -> None:
+    """Join the role's process group. A world of one needs no port.
+
+    The group is not bound to the device: a bound one makes the communicators of all of megatron-core's groups at once, with
+    their buffers on the device, instead of those that are used. Raises TrainerError for a backend that cannot reduce what
+    lies on the host.
+    """
     timeout = timedelta(seconds=setup.collective.timeout_s)
+    _keep_to_loopback("127.0.0.1" if setup.world == 1 else setup.master_address, runtime)
     if setup.world == 1:
-        _keep_to_loopback("127.0.0.1")
         dist.init_process_group(setup.collective.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    _keep_to_loopback(setup.master_address)
-    dist.init_process_group(
-        setup.collective.backend,
-        init_method=f"tcp://{_bracketed(setup.master_address)}:{setup.master_port}",
-        rank=setup.rank,
-        world_size=setup.world,
-        timeout=timeout,
-    )
+    else:
+        dist.init_process_group(
+            setup.collective.backend,
+            init_method=f"tcp://{_bracketed(setup.master_address)}:{setup.master_port}",
+            rank=setup.rank,
+            world_size=setup.world,
+            timeout=timeout,
+        )
+    devices = {str(device) for device in dist.group.WORLD._device_types} if dist.group.WORLD else set()
+    if "cpu" not in devices:
+        dist.destroy_process_group()
+        raise TrainerError(
+            f"the trainer's collective backend {setup.collective.backend} does not take host tensors",
+            fix="name a host backend beside the device's in vime_collective, as in cpu:gloo,DEVICE:BACKEND",
+        )
 
 
 def start_model_parallel(setup: TrainerSetup) -> Axes:
@@ -169,7 +180,7 @@ def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address and not address.startswith("[") else address
 
 
-def _keep_to_loopback(address: str) -> None:
+def _keep_to_loopback(address: str, runtime: DeviceRuntime) -> None:
     """Collectives of a single machine must not listen on its network."""
     try:
         if not ipaddress.ip_address(address.strip("[]")).is_loopback:
@@ -180,3 +191,5 @@ def _keep_to_loopback(address: str) -> None:
     for interface, addresses in psutil.net_if_addrs().items():
         if any(a.address == "127.0.0.1" for a in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            if isinstance(runtime, BindsSockets):
+                runtime.bind_sockets(interface)

@@ -83,10 +83,8 @@ def pack_shared(samples: Sequence[TrainSample], shape: PackShape) -> Pack:
         rows.append(begin[sample.prompt_ids] + len(sample.prompt_ids) - 1)
         rows += range(start, start + len(sample.response_ids) - 1)
     lengths = [*map(len, prompts), *(len(s.response_ids) for s in samples), *([padding] if padding else [])]
-    at = torch.tensor(positions)
-    params = pack_params(lengths, longest=int(at.max()) + 1, device=shape.device)
-    # megatron-core hands rotary embeddings nothing but cu_seqlens, which here does not tell the positions.
-    params.cu_seqlens_q.vime_positions = at.to(shape.device)
+    at = torch.tensor(positions).to(shape.device)
+    params = pack_params(lengths, at, longest=max(positions) + 1)
     params.shared_prompts = SharedPrompts(
         tuple(PromptRun(n, n * len(list(same))) for n, same in groupby(map(len, prompts))),
         tuple(_response_runs(samples, starts, begin, shape.device)),
@@ -94,7 +92,7 @@ def pack_shared(samples: Sequence[TrainSample], shape: PackShape) -> Pack:
     )
     return Pack(
         ids=ids[None].to(shape.device),
-        positions=at[None].to(shape.device),
+        positions=at[None],
         params=params,
         rows=torch.tensor(rows, device=shape.device),
         targets=torch.tensor([*chain.from_iterable(s.response_ids for s in samples)], device=shape.device),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vime.algorithms.base import Algorithm, LossSums, TokenBatch
 from vime.errors import TrainerError
-from vime.trainer.megatron.logprobs import is_greedy, log_probs_and_entropy
+from vime.trainer.megatron.logprobs import Head, HeadScores, score_rows
 from vime.trainer.megatron.model import Model
 from vime.trainer.megatron.packing import Pack, Targets
 from vime.trainer.megatron.parallel import Axes
@@ -27,15 +27,6 @@ class MicroBatch:
 
     targets: Targets
     old_log_probs: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Per-target results of a pack, each [targets]."""
-
-    log_probs: Tensor
-    entropy: Tensor
-    greedy: Tensor | None = None
 
 
 class Passes:
@@ -54,17 +45,17 @@ class Passes:
         return self._run(jobs, self._train_step, forward_only=False)
 
     @torch.no_grad()
-    def score(self, packs: Sequence[Pack], *, temperature: float, greedy: bool = False) -> list[Scores]:
-        """Forward alone. Scores of each pack on the last stage, nothing elsewhere."""
+    def score(self, packs: Sequence[Pack], *, temperature: float, greedy: bool = False) -> list[HeadScores]:
+        """Forward alone. HeadScores of each pack on the last stage, nothing elsewhere."""
         self._wrapped.eval()
 
         def forward_step(jobs: Iterator[Job], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             pack, _ = next(jobs)
             output = self._forward(module, pack)
 
-            def finish(logits: Tensor) -> tuple[Tensor, Tensor, Scores]:
-                scores = self._scores(logits, pack, temperature=temperature, greedy=greedy)
-                return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), scores
+            def finish(hidden: Tensor) -> tuple[Tensor, Tensor, HeadScores]:
+                scores = self._scores(hidden, pack, temperature=temperature, greedy=greedy)
+                return hidden.new_zeros(()), torch.zeros((), dtype=torch.int, device=hidden.device), scores
 
             return output, finish
 
@@ -74,8 +65,8 @@ class Passes:
         pack, micro_batch = next(jobs)
         output = self._forward(module, pack)
 
-        def finish(logits: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-            sums = self._loss(self._scores(logits, pack, temperature=self._temperature), micro_batch)
+        def finish(hidden: Tensor) -> tuple[Tensor, Tensor, LossSums]:
+            sums = self._loss(self._scores(hidden, pack, temperature=self._temperature), micro_batch)
             return sums.loss, torch.zeros((), dtype=torch.int, device=sums.loss.device), sums
 
         return output, finish
@@ -86,16 +77,18 @@ class Passes:
         options: dict[str, Any] = {"fp32_output": False} if self._model.config.bf16 else {}
         return module(pack.ids, pack.positions, None, packed_seq_params=pack.params, **options)
 
-    def _scores(self, logits: Tensor, pack: Pack, *, temperature: float, greedy: bool = False) -> Scores:
-        flat = logits.view(-1, logits.shape[-1])
-        vocab, group = self._model.shape.vocab, self._axes.tp_group
-        log_probs, entropy = log_probs_and_entropy(
-            flat, pack.targets, vocab=vocab, temperature=temperature, chunk_rows=self._chunk_rows, group=group
+    def _scores(self, hidden: Tensor, pack: Pack, *, temperature: float, greedy: bool = False) -> HeadScores:
+        """hidden [1, targets, hidden] of the rows that predict the pack's targets."""
+        head = Head(
+            self._model.head_weight,
+            vocab=self._model.shape.vocab,
+            temperature=temperature,
+            chunk_rows=self._chunk_rows,
+            group=self._axes.tp_group,
         )
-        best = is_greedy(flat, pack.targets, vocab=vocab, group=group) if greedy else None
-        return Scores(log_probs, entropy, best)
+        return score_rows(hidden.view(-1, hidden.shape[-1]), pack.targets, head, greedy=greedy)
 
-    def _loss(self, scores: Scores, micro_batch: MicroBatch) -> LossSums:
+    def _loss(self, scores: HeadScores, micro_batch: MicroBatch) -> LossSums:
         targets = micro_batch.targets
         old = targets.rollout_log_probs if micro_batch.old_log_probs is None else micro_batch.old_log_probs
         return self._algorithm.loss(
@@ -144,20 +137,19 @@ class Totals:
     tokens: int
 
 
-def reduce_sums(parts: Sequence[LossSums], *, axes: Axes, like: LossSums, device: torch.device) -> Totals:
+def reduce_sums(parts: Sequence[LossSums], *, axes: Axes, like: LossSums) -> Totals:
     """Add up micro-batches and data-parallel ranks in float64 and bring the result to every pipeline stage.
 
+    The sums leave the device in one copy and are reduced between hosts: not every device's collectives take float64.
     `like` gives the names, which a stage without a loss does not see. Raises TrainerError on every rank when the loss is
     not finite.
     """
     weighted, token_sums, maxima = tuple(like.weighted), tuple(like.token_sums), tuple(like.token_maxima)
-    sums = torch.zeros(1 + len(weighted) + len(token_sums), dtype=torch.float64, device=device)
-    highest = torch.zeros(len(maxima), dtype=torch.float64, device=device)
-    for part in parts:
-        values = [part.tokens, *(part.weighted[n] for n in weighted), *(part.token_sums[n] for n in token_sums)]
-        sums += torch.stack([value.double() for value in values])
-        if maxima:
-            highest = torch.maximum(highest, torch.stack([part.token_maxima[n].double() for n in maxima]))
+    width = 1 + len(weighted) + len(token_sums)
+    sums, highest = torch.zeros(width, dtype=torch.float64), torch.zeros(len(maxima), dtype=torch.float64)
+    for row in torch.stack([_row(part, like) for part in parts]).cpu() if parts else ():
+        sums += row[:width]
+        highest = torch.maximum(highest, row[width:])
     if dist.get_world_size(axes.dp_group) > 1:
         dist.all_reduce(sums, group=axes.dp_group)
         if maxima:
@@ -165,7 +157,7 @@ def reduce_sums(parts: Sequence[LossSums], *, axes: Axes, like: LossSums, device
     if axes.pp_size > 1:
         packed = torch.cat([sums, highest])
         dist.broadcast(packed, src=axes.last_stage_rank, group=axes.pp_group)
-        sums, highest = packed[: len(sums)], packed[len(sums) :]
+        sums, highest = packed[:width], packed[width:]
     tokens, *values = sums.tolist()
     totals = Totals(
         weighted=dict(zip(weighted, values[: len(weighted)], strict=True)),
@@ -178,3 +170,9 @@ def reduce_sums(parts: Sequence[LossSums], *, axes: Axes, like: LossSums, device
             f"the loss is {dict(totals.weighted)}; no weight was changed", fix="check log-probs and rewards for NaN"
         )
     return totals
+
+
+def _row(part: LossSums, like: LossSums) -> Tensor:
+    """A micro-batch's numbers [tokens, weighted, token sums, maxima] in the order of `like`."""
+    values = [part.tokens, *(part.weighted[n] for n in like.weighted), *(part.token_sums[n] for n in like.token_sums)]
+    return torch.stack([value.double() for value in (*values, *(part.token_maxima[n] for n in like.token_maxima))])

@@ -17,6 +17,7 @@ from vime.memory.residency import TRAINER_TAGS, Residency, check_semantics
 from vime.models.registry import family_of, read_config
 from vime.trainer.megatron import checkpoint, optimizer, parallel
 from vime.trainer.megatron.checkpoint import Progress, TrainState
+from vime.trainer.megatron.logprobs import HeadScores
 from vime.trainer.megatron.model import build_model, wrap_model
 from vime.trainer.megatron.packing import (
     ALIGNMENT,
@@ -30,7 +31,7 @@ from vime.trainer.megatron.packing import (
 )
 from vime.trainer.megatron.regions import tagged_tensors, total_bytes
 from vime.trainer.megatron.shared_prompts import arrange, pack_shared, saves_enough
-from vime.trainer.megatron.step import MicroBatch, Passes, Scores, finalize_unscaled, reduce_sums
+from vime.trainer.megatron.step import MicroBatch, Passes, finalize_unscaled, reduce_sums
 from vime.trainer.megatron.weights_view import WeightsView, drawn_source, folder_source
 from vime.trainer.runtime import BindsHost, DeviceRuntime
 from vime.trainer.setup import TrainerSetup
@@ -57,7 +58,7 @@ class MegatronWorker:
             self._runtime.bind_host(setup.node_device)
         self._runtime.set_device(setup.local_rank)
         self._device = _device(self._runtime)
-        parallel.start_process_group(setup)
+        parallel.start_process_group(setup, self._runtime)
         try:
             self._axes = parallel.start_model_parallel(setup)
             parallel.seed_everything(setup.seed, self._runtime)
@@ -82,6 +83,7 @@ class MegatronWorker:
     def _build_training(self) -> None:
         section = self._setup.trainer
         optimizer.use_fused_adam(self._setup.adaptation.optimizer)
+        optimizer.use_list_operations()
         self._wrapped = wrap_model(self._model)
         self._optimizer = optimizer.build_optimizer(section.optimizer, model=self._model, wrapped=self._wrapped)
         self._scheduler = optimizer.build_scheduler(
@@ -153,10 +155,10 @@ class MegatronWorker:
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
         sums = self._passes.train(jobs)
-        totals = reduce_sums(sums, axes=self._axes, like=self._algorithm.empty_sums(), device=self._device)
+        totals = reduce_sums(sums, axes=self._axes, like=self._algorithm.empty_sums())
         norm, rate = optimizer.update(self._optimizer, self._scheduler)
         self._progress.updates += 1
-        rollouts = torch.tensor(float(sum(len(m) for m in work.micro_batches)), dtype=torch.float64, device=self._device)
+        rollouts = torch.tensor(float(sum(len(m) for m in work.micro_batches)), dtype=torch.float64)
         dist.all_reduce(rollouts, group=self._axes.dp_group)
         named = {**totals.weighted, **totals.token_means, **totals.token_maxima}
         own = {"grad_norm": norm, "lr-pg_0": rate, "tokens": float(totals.tokens), "rollouts": float(rollouts)}
@@ -203,18 +205,20 @@ class MegatronWorker:
         groups = [[own[i] for i in part] for part in parts]
         packs = [pack_samples(group, self._shape) for group in groups]
         scores = self._passes.score(packs, temperature=1.0, greedy=True)
-        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(4, dtype=torch.float64)
         for group, score in zip(groups, scores, strict=False):
             sums += _row_sums(group, score)
         dist.all_reduce(sums, group=self._axes.dp_group)
-        loss, tokens, matches, rows = self._from_last_stage([sums], 4, dtype=torch.float64).tolist()
+        if self._axes.pp_size > 1:
+            dist.broadcast(sums, src=self._axes.last_stage_rank, group=self._axes.pp_group)
+        loss, tokens, matches, rows = sums.tolist()
         return {"loss": loss / max(tokens, 1.0), "exact_match": matches / max(rows, 1.0)}
 
-    def _from_last_stage(self, parts: Sequence[Tensor], size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[size] values that the last stage holds, on every stage."""
+    def _from_last_stage(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        """[size] float32 values that the last stage holds, on every stage."""
         if self._axes.pp_size == 1:
-            return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=dtype)
-        values = torch.cat(list(parts)) if self._axes.is_last_stage else torch.zeros(size, dtype=dtype, device=self._device)
+            return torch.cat(list(parts)) if parts else torch.zeros(0)
+        values = torch.cat(list(parts)) if self._axes.is_last_stage else torch.zeros(size, device=self._device)
         dist.broadcast(values, src=self._axes.last_stage_rank, group=self._axes.pp_group)
         return values
 
@@ -323,13 +327,13 @@ def _device(runtime: DeviceRuntime) -> torch.device:
     return torch.device(runtime.device_type, torch.get_device_module(runtime.device_type).current_device())
 
 
-def _row_sums(samples: Sequence[TrainSample], score: Scores) -> Tensor:
-    """[negative log-likelihood, tokens, matching rows, rows] of a pack, float64."""
-    lengths = torch.tensor([len(s.response_ids) for s in samples], device=score.log_probs.device)
-    row = torch.repeat_interleave(torch.arange(len(samples), device=lengths.device), lengths)
+def _row_sums(samples: Sequence[TrainSample], score: HeadScores) -> Tensor:
+    """[negative log-likelihood, tokens, matching rows, rows] of a pack; float64 on the host."""
+    lengths = torch.tensor([len(s.response_ids) for s in samples])
+    row = torch.repeat_interleave(torch.arange(len(samples)), lengths)
     assert score.greedy is not None
-    misses = torch.zeros(len(samples), dtype=torch.float64, device=lengths.device).index_add_(0, row, (~score.greedy).double())
-    values = [-score.log_probs.double().sum(), lengths.sum().double(), (misses == 0).sum().double()]
+    misses = torch.zeros(len(samples), dtype=torch.float64).index_add_(0, row, (~score.greedy.cpu()).double())
+    values = [-score.log_probs.cpu().double().sum(), lengths.sum().double(), (misses == 0).sum().double()]
     return torch.stack([*values, values[0].new_tensor(float(len(samples)))])
 
 

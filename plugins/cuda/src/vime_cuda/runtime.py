@@ -10,6 +10,7 @@ import torch
 from vime.errors import TrainerError
 from vime.trainer.device_runtime import TorchDeviceRuntime
 
+SOCKETS_VARIABLE = "NCCL_SOCKET_IFNAME"
 WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")
 """cuBLAS documents these two as giving the same bits when several streams share a handle."""
@@ -42,6 +43,10 @@ class CudaRuntime(TorchDeviceRuntime):
         if deterministic:
             torch.backends.cudnn.benchmark = False
             torch.use_deterministic_algorithms(True)
+
+    def bind_sockets(self, interface: str) -> None:
+        """See `vime.trainer.runtime.BindsSockets`. NCCL exchanges addresses over sockets, of itself on an outside interface."""
+        os.environ.setdefault(SOCKETS_VARIABLE, interface)
 
 
 def require_reproducible_workspace(environment: MutableMapping[str, str]) -> None:

@@ -1,0 +1,77 @@
+"""Rotary positions of packed sequences, computed once per pack.
+
+megatron-core cuts a pack apart by its segments in every layer, for queries and for keys, which on an accelerator waits for
+the device each time. All of them need the same table, so cosine and sine of a pack are kept on its `cu_seqlens`. The
+arithmetic and its order are megatron-core's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+POSITIONS = "vime_positions"
+"""Attribute of `cu_seqlens` with every token's position [tokens], on the pack's device."""
+
+KEPT_TABLES = 8
+"""Packs whose tables are kept at once: those that a pipeline has under way. Others get theirs again when needed."""
+
+_TABLES = "_vime_rope"
+_FUNCTION = "_apply_rotary_pos_emb_thd"
+
+
+def use_pack_tables() -> None:
+    """Let megatron-core rotate packs by tables of their own. Repeating it does nothing.
+
+    megatron-core hands rotary embeddings nothing but `cu_seqlens`, so positions travel on that tensor.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    found = getattr(rope_utils, _FUNCTION)
+    if not hasattr(found, "original"):
+        setattr(rope_utils, _FUNCTION, make_packed_rope(found))
+
+
+def make_packed_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap megatron-core's function for packed sequences.
+
+    A pack without positions and a rotation of another kind (interleaved, scaled) go to `original`.
+    """
+    recent: deque[weakref.ref[Tensor]] = deque()
+
+    def packed_rope(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **options: Any) -> Tensor:
+        """t [tokens, heads, dim] -> the same shape, rotated by each token's position in its segment."""
+        if not hasattr(cu_seqlens, POSITIONS) or args or not _is_plain(options):
+            return original(t, cu_seqlens, freqs, *args, **options)
+        cosine, sine = _tables(cu_seqlens, freqs, t.dtype, recent)
+        size = freqs.shape[-1]
+        turned = t[..., :size]
+        first, second = turned.chunk(2, dim=-1)
+        turned = (turned * cosine) + (torch.cat((-second, first), dim=-1) * sine)
+        return turned if size == t.shape[-1] else torch.cat((turned, t[..., size:]), dim=-1)
+
+    packed_rope.original = original  # type: ignore[attr-defined]
+    return packed_rope
+
+
+def _is_plain(options: dict[str, Any]) -> bool:
+    variants = (value for name, value in options.items() if name not in ("mscale", "cp_group"))
+    return not any(variants) and options.get("mscale", 1.0) == 1.0
+
+
+def _tables(cu_seqlens: Tensor, freqs: Tensor, dtype: torch.dtype, recent: deque[weakref.ref[Tensor]]) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [tokens, 1, size] of a pack. freqs [longest, 1, 1, size]."""
+    kept: tuple[Tensor, Tensor] | None = getattr(cu_seqlens, _TABLES, None)
+    if kept is None or kept[0].dtype != dtype:
+        angles = freqs[:, 0].index_select(0, getattr(cu_seqlens, POSITIONS))
+        kept = (torch.cos(angles).to(dtype), torch.sin(angles).to(dtype))
+        setattr(cu_seqlens, _TABLES, kept)
+        recent.append(weakref.ref(cu_seqlens))
+        if len(recent) > KEPT_TABLES and (oldest := recent.popleft()()) is not None and oldest is not cu_seqlens:
+            vars(oldest).pop(_TABLES, None)
+    return kept
