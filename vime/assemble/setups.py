@@ -11,7 +11,9 @@ from vime.cluster.guardian import guardian_command
 from vime.cluster.trainer_process import TransferSetup
 from vime.cluster.trainer_role import StepRules
 from vime.config.schema import Config, SftSection
+from vime.facts.memory import Tag
 from vime.facts.process import Factory
+from vime.memory.residency import TRAINER_TAGS
 from vime.observe import layout
 from vime.planning.plan import Plan, TransportPlan, pool_of
 from vime.rollout.engine import EngineSpec
@@ -42,6 +44,33 @@ class Keys:
     def segments(self) -> str:
         """Prefix of the run's shared-memory files."""
         return f"vime-{self.run_id}"
+
+
+def sleep_level(plan: Plan) -> int:
+    """vLLM's level at which engines leave the devices while the trainer has them; 0 where they stay."""
+    return plan.engines[0].sleep.level if plan.engines and plan.shared and plan.residency == "park" else 0
+
+
+def takes_turns_at_start(plan: Plan) -> bool:
+    """Whether engines start after the trainer: vLLM measures a device while it starts, and fails where another process takes
+    or frees memory of it meanwhile.
+    """
+    return plan.shared and not pool_of(plan.pools, plan.actor.pool).binding.virtual
+
+
+def away_at_start(plan: Plan) -> tuple[Tag, ...]:
+    """What the trainer takes off shared devices before engines start: they need at once all that they will ever have."""
+    return TRAINER_TAGS if sleep_level(plan) and takes_turns_at_start(plan) else ()
+
+
+def engine_bytes(plan: Plan) -> dict[str, dict[str, int]]:
+    """Device bytes of an engine by phase and tag, as planned: one that sleeps has only what its platform cannot free."""
+    role = plan.engines[0].request.role if plan.engines else None
+    found: dict[str, dict[str, int]] = {}
+    for row in plan.memory.rows:
+        if row.role == role:
+            found.setdefault(row.phase, {})[row.tag] = row.num_bytes
+    return found
 
 
 def trainer_setups(config: Config, plan: Plan) -> list[TrainerSetup]:

@@ -107,7 +107,10 @@ class System:
 
 
 async def launch(order: Order, recorder: Recorder, stack: AsyncExitStack) -> System:
-    """Start Ray, then trainer, engines and rollout workers side by side. What was started ends with the stack."""
+    """Start Ray, then trainer, engines and rollout workers, side by side unless trainer and engines share real devices.
+
+    What was started ends with the stack.
+    """
     config, plan, start = order.config, order.plan, order.start
     keys = setups.Keys.draw()
     for path in sweep_segments("vime-").removed:
@@ -130,15 +133,17 @@ async def launch(order: Order, recorder: Recorder, stack: AsyncExitStack) -> Sys
         stack.push_async_callback(fleet.stop)
     worker_setups = setups.worker_setups(config, keys, sampled=fleet is not None)
     workers = rollout_workers(SAMPLER if fleet else SUPERVISED, worker_setups)
-    timeout_s = plan.start_timeout_s
-    trainer_setups = setups.trainer_setups(config, plan)
-    starting: list[Any] = [start_trainer(plan, placement, trainer_setups, plugins=order.plugins, timeout_s=timeout_s)]
-    starting += [asyncio.gather(*(w.start() for w in workers)), *([fleet.start()] if fleet else [])]
-    (trainer, _), infos, *_ = await asyncio.gather(*starting)
+    restore, away = start.snapshot.path / TRAINER if start.snapshot else None, setups.away_at_start(plan)
+    ranks = setups.trainer_setups(config, plan)
+    in_turn = setups.takes_turns_at_start(plan)
+    starting: list[Any] = [start_trainer(plan, placement, ranks, plugins=order.plugins, restore=restore, away=away)]
+    starting.append(asyncio.gather(*(w.start() for w in workers)))
+    starting += [fleet.start()] if fleet and not in_turn else []
+    trainer, infos, *_ = await asyncio.gather(*starting)
     stack.push_async_callback(_close, trainer, workers)
-    if start.snapshot is not None:
-        await trainer.all("load", start.snapshot.path / TRAINER, timeout_s=timeout_s)
     if fleet is not None:
+        if in_turn:
+            await fleet.start()
         await trainer.open_transfer(setups.transfer_setup(config, plan, run_id=keys.run_id))
         await asyncio.gather(*(w.connect(fleet.router_url) for w in workers))
     for reason in infos[0].skipped:
@@ -266,6 +271,8 @@ class Roles:
 
     async def finish(self) -> None:
         """Save what the schedule's end did not: the last checkpoint of a run that stopped early, and the model."""
+        if self.system.fleet is not None and setups.sleep_level(self.system.plan):
+            await self.system.fleet.stop()  # They hold the devices.
         await self.memory.to_train()
         await self.checkpoints.save(self.last)
         await self.system.trainer.all("save_hf", self.system.config.run.dir / MODEL)
@@ -291,6 +298,7 @@ class Roles:
             system.trainer,
             probe=ProbeSettings(probe_ids(plan.model.vocab), plan.dtype, config.weights.probe.tolerance),
             engine_options=plan.transport.engine.options,
+            sleep_level=setups.sleep_level(plan),
         )
         publisher.set_engines(system.fleet.controls)
         return publisher
@@ -298,18 +306,14 @@ class Roles:
     async def _on_train(self) -> None:
         if self.publisher is not None:
             self.publisher.prepare()
+            await self.publisher.vacate()
         await self.memory.to_train()
 
     def _memory(self) -> Resident | Parked:
-        """An engine's weights are of the trainer's size; its cache is what it was started with."""
-        system, engine = self.system, dict[str, int]()
-        if system.fleet is not None:
-            rows = [
-                r for r in system.plan.memory.rows if r.role == system.plan.engines[0].request.role and r.phase == "serving"
-            ]
-            engine = {r.tag: r.num_bytes for r in rows}
-        kind = Parked if system.plan.residency == "park" else Resident
-        return kind(system.trainer, engine, system.recorder.memory)
+        plan, log = self.system.plan, self.system.recorder.memory
+        if plan.residency == "park":
+            return Parked(self.system.trainer, setups.engine_bytes(plan), log, away=setups.away_at_start(plan))
+        return Resident(self.system.trainer, setups.engine_bytes(plan), log)
 
     def _sync(self) -> Publishing | NoSync:
         start = self.system.start.version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,8 +15,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from vime.cluster.engine_process import EngineProcess
 from vime.cluster.links import RolloutWorkerLink, TrainerLink
 from vime.cluster.rollout_process import RolloutProcess
-from vime.cluster.trainer_process import TrainerInfo, TrainerProcess
+from vime.cluster.trainer_process import TrainerProcess
 from vime.errors import PlacementError
+from vime.facts.memory import Tag
 from vime.facts.process import Factory, RolePlacement, Slot
 from vime.planning.masks import bundle_order, by_host, scheduler_flags
 from vime.planning.plan import Plan, TrainerPlan, pool_of
@@ -143,11 +145,20 @@ def _counts(slots: Sequence[Slot]) -> str:
 
 
 async def start_trainer(
-    plan: Plan, placement: Placement, setups: Sequence[TrainerSetup], *, plugins: Plugins, timeout_s: float
-) -> tuple[TrainerLink, list[TrainerInfo]]:
-    """Start every rank and wait until the model is built. Raises TrainerError or DeadlineError naming the rank."""
+    plan: Plan,
+    placement: Placement,
+    setups: Sequence[TrainerSetup],
+    *,
+    plugins: Plugins,
+    restore: Path | None = None,
+    away: Sequence[Tag] = (),
+) -> TrainerLink:
+    """Start every rank and wait until the model is built, `restore` a checkpoint, take the tags `away` off the devices.
+
+    Raises TrainerError or DeadlineError naming the rank.
+    """
     actor_class = ray.remote(TrainerProcess)
-    role = plan.actor
+    role, timeout_s = plan.actor, plan.start_timeout_s
     actors = [
         actor_class.options(
             **placement.options(role.pool, role.request.placement, rank, {**role.env, **_mask(role, rank)})
@@ -156,7 +167,12 @@ async def start_trainer(
     ]
     link = TrainerLink(actors)
     address, port = (await link.all("rendezvous", timeout_s=timeout_s))[0]
-    return link, await link.all("start", address, port, timeout_s=timeout_s)
+    await link.all("start", address, port, timeout_s=timeout_s)
+    if restore is not None:
+        await link.all("load", restore, timeout_s=timeout_s)
+    if away:
+        await link.all("park", tuple(away), timeout_s=timeout_s)
+    return link
 
 
 def _mask(role: TrainerPlan, rank: int) -> Mapping[str, str]:

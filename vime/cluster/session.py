@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,15 @@ class RaySession:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         command = [
             *guardian_command(segments=f"vime-{self._run_id}"),
-            str(Path(sys.executable).with_name("ray")),
+            # The module, not the script beside the interpreter: packages on PYTHONPATH bring none.
+            *(sys.executable, "-m", "ray.scripts.scripts"),
             "start",
             "--head",
             "--block",
             f"--node-ip-address={LOOPBACK}",
             f"--port={port}",
             "--include-dashboard=false",
-            f"--ray-client-server-port={_free_port()}",
+            *_client_server(),
             f"--dashboard-agent-listen-port={_free_port()}",
             f"--num-cpus={os.cpu_count() or 1}",
             f"--num-gpus={devices:g}",
@@ -167,6 +169,13 @@ def restore_signals() -> None:
 def _devices(resources: Mapping[str, Any]) -> str:
     skip = ("node:", "memory", "object_store_memory")
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items()) if not name.startswith(skip))
+
+
+def _client_server() -> list[str]:
+    """Nobody uses Ray's client server. Where its packages are installed a head starts one, on a fixed port unless told; where
+    they are not, Ray refuses to be told a port.
+    """
+    return [f"--ray-client-server-port={_free_port()}"] if find_spec("grpc") else []
 
 
 def _free_port() -> int:

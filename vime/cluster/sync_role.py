@@ -66,9 +66,7 @@ class Publishing:
         version, section = self._next, self._rules.section
         self._count += 1
         fingerprint, probe = is_due(section.fingerprint, self._count), is_due(section.probe, self._count)
-        await self._memory.to_publish()
         self._report(await self._attempt(version, fingerprint=fingerprint, probe=probe))
-        await self._memory.to_serve()
         self._next = PolicyVersion(version.incarnation, version.step + 1)
         return version
 
@@ -76,8 +74,12 @@ class Publishing:
         """Publish; where an engine died on the way, publish again once it is replaced. Other failures surface."""
         while True:
             replaced = self._repair.replaced
+            await self._publisher.vacate()
+            await self._memory.to_publish()
             try:
-                return await self._publisher.publish(version, fingerprint=fingerprint, probe=probe)
+                return await self._publisher.publish(
+                    version, fingerprint=fingerprint, probe=probe, before_serving=self._memory.to_serve
+                )
             except (EngineError, WeightSyncError, DeadlineError) as error:
                 patience_s = DEATH_NOTICE_S if isinstance(error, EngineError) else 0.0
                 if not await self._repaired(replaced, patience_s):

@@ -3,6 +3,9 @@
     prepare()   every gate shuts, running requests finish, the engines pause        (may run while the trainer works)
     publish()   trainer's probe log-probs -> stage -> update all engines -> resume with the gate shut -> probe -> open
 
+Engines that leave the devices for the trainer sleep when they have paused; their weights wake before the update, the trainer
+leaves (`before_serving`), then their caches wake.
+
 An engine that fails leaves all engines paused with their gates shut until a full publish succeeds.
 """
 
@@ -19,6 +22,9 @@ from vime.errors import VimeError, WeightSyncError
 from vime.types import PolicyVersion
 from vime.weights.control import EngineControl, PauseMode
 from vime.weights.probe import LogProbs, ProbeResult, compare, tolerance_for
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""vLLM's tags of what a sleeping engine gives up, in the order in which they wake."""
 
 REPAUSE_TIMEOUT_S = 5.0
 """How long a failed publish waits for engines that had already been resumed to pause again."""
@@ -110,6 +116,7 @@ class Publisher:
         pause: what happens to requests that run when a publish begins.
         engine_options: options of the engine's transport offer. `in_place`: write into live parameters where that is the
             whole update, instead of vLLM's layerwise reload.
+        sleep_level: vLLM's level at which paused engines leave the devices; 0 where they keep them.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class Publisher:
         probe: ProbeSettings,
         pause: PauseMode = "drain",
         engine_options: Mapping[str, Any] | None = None,
+        sleep_level: int = 0,
     ) -> None:
         self._link = link
         self._probe = probe
@@ -127,6 +135,8 @@ class Publisher:
         self._engines: dict[str, EngineControl] = {}
         self._joined: set[str] = set()
         self._held: dict[str, asyncio.Task[None]] = {}
+        self._sleep_level = sleep_level
+        self._asleep: dict[str, tuple[str, ...]] = {}
         self._lock = asyncio.Lock()
         self._nbytes = 0
         self._published: _Published | None = None
@@ -160,11 +170,25 @@ class Publisher:
         """Begin to empty and pause every engine; returns at once, `publish` waits for it."""
         for name, engine in self._engines.items():
             if name not in self._held:
-                self._held[name] = asyncio.ensure_future(engine.shut(self._pause))
+                self._held[name] = asyncio.ensure_future(self._empty(engine))
                 self._held[name].add_done_callback(_mark_seen)
 
-    async def publish(self, version: PolicyVersion, *, fingerprint: bool = False, probe: bool = False) -> SyncReport:
-        """Bring the trainer's current weights to every engine.
+    async def vacate(self) -> None:
+        """Return when engines that sleep have left the devices, or failed to: `publish` says so. Others are not touched."""
+        if self._sleep_level:
+            self.prepare()
+            if self._held:
+                await asyncio.wait(self._held.values())
+
+    async def publish(
+        self,
+        version: PolicyVersion,
+        *,
+        fingerprint: bool = False,
+        probe: bool = False,
+        before_serving: Callable[[], Awaitable[None]] | None = None,
+    ) -> SyncReport:
+        """Bring the trainer's current weights to every engine; `before_serving` is awaited once all of them have the weights.
 
         Raises WeightSyncError, ProbeError or DeadlineError naming the tensor, the rank or the engine; the engines then stay
         paused with their gates shut.
@@ -179,6 +203,7 @@ class Publisher:
             staged, _ = await _all([self._link.stage(str(version), fingerprint), self._hold()])
             clock.mark("hold")
             engines = self.engines
+            await self._wake(engines, WEIGHTS, clock)
             work = [self._link.stream()] if self._link.streams else []
             try:
                 updates = await _all([*(self._update(e, staged, version) for e in engines), *work])
@@ -187,6 +212,10 @@ class Publisher:
                     self._joined.clear()
                 raise
             clock.mark("update")
+            if before_serving is not None:
+                await before_serving()
+                clock.mark("leave")
+            await self._wake(engines, CACHE, clock)
             published = _Published(version, staged, reference)
             results = await self._serve(engines, published, clock)
             self._published = published
@@ -231,6 +260,7 @@ class Publisher:
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
             self._joined.discard(name)
+            self._asleep.pop(name, None)
             if (task := self._held.pop(name, None)) is not None:
                 task.cancel()
 
@@ -256,6 +286,24 @@ class Publisher:
         self.prepare()
         held, self._held = self._held, {}
         await _all([_after(task) for task in held.values()])
+
+    async def _empty(self, engine: EngineControl) -> None:
+        """One that a failed publish left half awake is not put to sleep again: vLLM gives up what is awake only."""
+        await engine.shut(self._pause)
+        if self._sleep_level and engine.name not in self._asleep:
+            await engine.sleep(self._sleep_level)
+            self._asleep[engine.name] = (WEIGHTS, CACHE)
+
+    async def _wake(self, engines: Sequence[EngineControl], tag: str, clock: _Clock) -> None:
+        """Wake what sleeps under a tag. Waking the last one lets the engine run; its gate is shut."""
+        sleeping = [e for e in engines if tag in self._asleep.get(e.name, ())]
+        if not sleeping:
+            return
+        await _all([e.wake([tag]) for e in sleeping])
+        for engine in sleeping:
+            left = tuple(t for t in self._asleep.pop(engine.name) if t != tag)
+            self._asleep |= {engine.name: left} if left else {}
+        clock.mark(f"wake_{tag}")
 
     async def _update(self, engine: EngineControl, staged: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, float]:
         return await engine.update({"staged": dict(staged)}, version=str(version))

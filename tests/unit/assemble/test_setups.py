@@ -8,13 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from vime.assemble.setups import Keys, engine_specs, trainer_setups
+from vime.assemble.setups import (
+    Keys,
+    away_at_start,
+    engine_bytes,
+    engine_specs,
+    sleep_level,
+    takes_turns_at_start,
+    trainer_setups,
+)
 from vime.config.schema import Config
 from vime.errors import PluginError
 from vime.facts.bindings import RayBinding
 from vime.facts.inventory import NodeInventory
 from vime.facts.process import EnvMode, EnvValue, Factory
 from vime.facts.transports import Edge, Side, TransportOffer
+from vime.memory.residency import TRAINER_TAGS
 from vime.planning.make import Here, make_plan
 from vime.planning.needs import PlanNeeds
 from vime.planning.plan import Plan
@@ -44,9 +53,9 @@ def config(tmp_path: Path) -> Config:
     return Config.model_validate({**sections, "schedule": {"num_steps": 1}})
 
 
-def plan_of(board: FakePlatform, env: dict[str, str] | None = None) -> Plan:
+def plan_of(board: FakePlatform, env: dict[str, str] | None = None, topology: str = "disaggregated") -> Plan:
     return make_plan(
-        load_topology("disaggregated", platform="acme"),
+        load_topology(topology, platform="acme"),
         model=TINY_MODEL,
         needs=PlanNeeds(),
         platforms={"acme": board},
@@ -101,3 +110,32 @@ def test_options_of_a_half_that_do_not_travel(config: Config) -> None:
     board.half = Factory("acme.weights:Engine", {"lanes": object()})
     with pytest.raises(PluginError, match="the engine half of collective has options that are not JSON"):
         engine_env(specs_of(config, board)[0])
+
+
+class Slots(FakePlatform):
+    """A host's devices."""
+
+    def ray_binding(self, inventory: NodeInventory) -> RayBinding:
+        return RayBinding("slot", virtual=True)
+
+
+@pytest.mark.parametrize(
+    ("platform", "topology", "residency", "level", "in_turn", "away"),
+    [
+        (Board, "colocate", "park", 1, True, TRAINER_TAGS),
+        (Board, "colocate", "resident", 0, True, ()),
+        (Slots, "colocate", "park", 1, False, ()),
+        (Board, "disaggregated", None, 0, False, ()),
+    ],
+)
+def test_who_leaves_shared_devices_at_the_start(
+    platform: type[FakePlatform], topology: str, residency: str | None, level: int, in_turn: bool, away: tuple[str, ...]
+) -> None:
+    plan = replace(plan_of(platform(), topology=topology), residency=residency)
+    assert (sleep_level(plan), takes_turns_at_start(plan), away_at_start(plan)) == (level, in_turn, away)
+
+
+def test_an_engine_that_stays_has_its_bytes_in_every_phase() -> None:
+    held = engine_bytes(plan_of(Board()))
+    assert set(held) == {"serving", "training", "updating"}
+    assert all(tags == held["serving"] and tags["engine_weights"] > 0 for tags in held.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ from vime.errors import DeadlineError, EngineError, ProbeError
 from vime.types import PolicyVersion
 from vime.weights.protocol import SyncReport
 
+Leave = Callable[[], Awaitable[None]]
+
 
 @dataclass
 class Publisher:
@@ -21,11 +24,17 @@ class Publisher:
 
     failures: list[Exception]
     calls: list[tuple[str, bool, bool]] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
 
-    async def publish(self, version: PolicyVersion, *, fingerprint: bool, probe: bool) -> SyncReport:
+    async def vacate(self) -> None:
+        self.log.append("engines leave")
+
+    async def publish(self, version: PolicyVersion, *, fingerprint: bool, probe: bool, before_serving: Leave) -> SyncReport:
         self.calls.append((str(version), fingerprint, probe))
         if self.failures:
             raise self.failures.pop(0)
+        self.log.append("engines have the weights")
+        await before_serving()
         return SyncReport(version, {}, 0)
 
 
@@ -43,18 +52,31 @@ class Repair:
         return self.replaced
 
 
+@dataclass
 class Memory:
+    log: list[str] = field(default_factory=list)
+
     async def to_train(self) -> None: ...
-    async def to_publish(self) -> None: ...
-    async def to_serve(self) -> None: ...
+    async def to_publish(self) -> None:
+        self.log.append("parameters are there")
+
+    async def to_serve(self) -> None:
+        self.log.append("the trainer leaves")
 
 
 async def nothing() -> None: ...
 
 
 def publishing(publisher: Publisher, repair: Any) -> Publishing:
-    rules = SyncRules(PolicyVersion(1, 4), WeightsSection())
-    return Publishing(publisher, rules, settle=nothing, memory=Memory(), repair=repair, report=lambda _: None)  # type: ignore[arg-type]
+    rules, memory = SyncRules(PolicyVersion(1, 4), WeightsSection()), Memory(publisher.log)
+    return Publishing(publisher, rules, settle=nothing, memory=memory, repair=repair, report=lambda _: None)  # type: ignore[arg-type]
+
+
+async def test_who_is_on_the_devices_when() -> None:
+    publisher = Publisher([EngineError("engine 1: connection reset")])
+    await publishing(publisher, Repair(1)).publish()
+    first = ["engines leave", "parameters are there"]
+    assert publisher.log == [*first, *first, "engines have the weights", "the trainer leaves"]
 
 
 async def test_versions_and_checks_follow_one_another() -> None:
@@ -75,9 +97,9 @@ async def test_an_engine_that_somebody_else_replaced_meanwhile_counts() -> None:
     repair = Repair(0)
 
     class Watched(Publisher):
-        async def publish(self, version: PolicyVersion, *, fingerprint: bool, probe: bool) -> SyncReport:
+        async def publish(self, version: PolicyVersion, **asked: Any) -> SyncReport:
             repair.replaced += bool(self.failures)
-            return await super().publish(version, fingerprint=fingerprint, probe=probe)
+            return await super().publish(version, **asked)
 
     assert await publishing(Watched([EngineError("gone")]), repair).publish() == PolicyVersion(1, 4)
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from vime.errors import DeadlineError, ProbeError, WeightSyncError
+from vime.errors import DeadlineError, EngineError, ProbeError, WeightSyncError
 from vime.types import PolicyVersion
 from vime.weights.protocol import ProbeSettings, Publisher
 
@@ -49,6 +49,7 @@ class Engine:
         self.offset = None
         self.fail = {}
         self.skew = 0.0
+        self.asleep = set()
 
     async def _step(self, what):
         self.log.append(f"{self.name} {what}")
@@ -68,13 +69,27 @@ class Engine:
         await self._step("shut")
         self.paused = True
 
+    async def sleep(self, level):
+        assert self.paused
+        assert not self.asleep
+        await self._step(f"sleep {level}")
+        self.asleep = {"weights", "kv_cache"}
+
+    async def wake(self, tags):
+        assert self.asleep.issuperset(tags)
+        await self._step(f"wake {' '.join(tags)}")
+        self.asleep -= set(tags)
+        self.paused = bool(self.asleep)
+
     async def update(self, info, *, version):
         assert self.paused
+        assert "weights" not in self.asleep
         await self._step("update")
         self.weights = info["staged"]["weights"]
         return {"update": 0.0}
 
     async def resume(self):
+        assert not self.asleep
         await self._step("resume")
         self.paused = False
 
@@ -155,6 +170,52 @@ async def test_an_early_pause_is_not_repeated(publisher, log, engines):
     log.clear()
     await publisher.publish(version(1))
     assert "e0 shut" not in log
+
+
+@pytest.fixture
+def sleeping(link, engines):
+    publisher = Publisher(link, probe=ProbeSettings(ids=IDS), sleep_level=2)
+    publisher.set_engines(engines)
+    return publisher
+
+
+async def test_sleeping_engines_wake_weights_for_the_update_and_caches_when_the_trainer_has_left(sleeping, log, engines):
+    async def leave():
+        log.append("trainer leaves")
+
+    await sleeping.vacate()
+    assert all(e.asleep == {"weights", "kv_cache"} for e in engines)
+    report = await sleeping.publish(version(0), probe=True, before_serving=leave)
+    steps = ("shut", "sleep 2", "wake weights", "update", "wake kv_cache", "resume", "probe", "open")
+    assert [line for line in log if line.startswith("e0") and line != "e0 init"] == [f"e0 {step}" for step in steps]
+    both = [max(log.index(f"e{n} update") for n in (0, 1)), min(log.index(f"e{n} wake kv_cache") for n in (0, 1))]
+    assert both[0] < log.index("trainer leaves") < both[1]
+    assert list(report.seconds)[3:7] == ["wake_weights", "update", "leave", "wake_kv_cache"]
+    await sleeping.publish(version(1))
+    assert log.count("e1 sleep 2") == 2
+
+
+async def test_an_engine_left_half_awake_by_a_failure_is_not_put_to_sleep_again(sleeping, log, engines):
+    engines[0].fail["update"] = WeightSyncError("torn")
+    with pytest.raises(WeightSyncError):
+        await sleeping.publish(version(0))
+    engines[0].fail.clear()
+    await sleeping.vacate()
+    await sleeping.publish(version(0))
+    assert [log.count(f"e0 {what}") for what in ("sleep 2", "wake weights", "wake kv_cache")] == [1, 1, 1]
+    assert engines[0].open_version == "0.0"
+
+
+async def test_an_engine_that_cannot_leave_says_so_in_the_publish(sleeping, engines):
+    engines[1].fail["sleep 2"] = EngineError("e1: no answer to /sleep")
+    await sleeping.vacate()
+    with pytest.raises(EngineError, match="no answer to /sleep"):
+        await sleeping.publish(version(0))
+
+
+async def test_engines_that_only_pause_keep_serving_until_the_publish(publisher, log):
+    await publisher.vacate()
+    assert log == []
 
 
 async def test_engines_get_rank_offsets_by_their_sizes(publisher, engines, link):
