@@ -210,7 +210,7 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
         """Abstract in vLLM 0.26, gone in 0.32. vime's trainers send by their own halves."""
-        raise NotImplementedError("weights are sent by vime.weights.protocol.Publisher")
+        raise WeightSyncError("this backend only receives", fix="send with vime.weights.protocol.Publisher")
 
     def finish_weight_update(self) -> None:
         self._finalize()
