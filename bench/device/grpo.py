@@ -26,10 +26,10 @@ from typing import Any
 
 import psutil
 import yaml
-from evidence import TAIL_LINES, Record, arguments, command, vime
-from models import SHAPES, write_model, write_prompts
 
-HERE = Path(__file__).parent
+from vime.benchmarks.record import TAIL_LINES, Record, arguments, command, vime
+from vime.benchmarks.shapes import SHAPES, write_model, write_prompts
+
 PROMPT_TOKENS = 32
 DIFFERENCES = ("train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max")
 
@@ -69,7 +69,7 @@ def run_file(args: argparse.Namespace, residency: str, folder: Path, model: Path
             "request_timeout_s": 120,
             "vllm": engine_args(args),
         },
-        "reward": {"kind": "even_ids:even"},
+        "reward": {"kind": "vime.benchmarks.even_ids:even"},
         "algorithm": {"kind": "grpo", "loss_mean": "token"},
         "trainer": {
             "optimizer": {"lr": args.lr},
@@ -172,7 +172,6 @@ def go(args: argparse.Namespace, residency: str, model: Path) -> dict[str, Any]:
     path = run_file(args, residency, folder, model)
     plan = command(vime("plan", "--platform", args.platform, path), limit_s=60)
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     with (folder / "driver.log").open("w") as log:
         words = [str(w) for w in vime("run", "--platform", args.platform, path)]
         process = subprocess.Popen(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from evidence import Record, arguments
+from vime.benchmarks.record import Record, arguments
 
 EXPORTERS = {"cpu": "vime.weights.transports.exporters:HostExporter", "cuda": "vime_cuda.device_export:CudaExporter"}
 MEMORIES = {"cpu": "vime.memory.storages:StorageMemory", "cuda": "vime_cuda.device_memory:DeviceMemory"}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from evidence import ROOT, Record, arguments, command, vime
+from vime.benchmarks.record import ROOT, Record, arguments, command, vime
 
 
 def as_json(*words: str | Path, limit_s: float = 90.0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every script here writes beside its figures: the command, versions, the date and the machine, in one JSON file.
+"""What every measurement writes beside its figures: the command, versions, the date and the machine, in one JSON file.
 
 A file is written after every part. A script that is started again goes on with the parts that are missing or failed.
 """
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("vime", "torch", "triton", "vllm", "megatron-core", "ray", "transformers", "vllm-router", "safetensors", "pytest")
 TAIL_LINES = 100
 
@@ -30,7 +29,7 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     """The words that all scripts share."""
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("--platform", default="cpu", metavar="NAME", help="an installed platform (cpu)")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "device", metavar="DIR", help="folder of the JSON files")
+    parser.add_argument("--out", type=Path, default=Path("runs") / "bench", metavar="DIR", help="folder of the JSON files")
     parser.add_argument("--again", action="store_true", help="run parts that are done already too")
     return parser
 
