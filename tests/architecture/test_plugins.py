@@ -16,7 +16,7 @@ PLUGINS = ("ascend", "cuda", "gb200", "rocm")
 PARENTS = {"gb200": {"vime_cuda"}}
 MODULES = {f"vime_{name}" for name in PLUGINS}
 MAY_IMPORT = (
-    *("vime.hooks", "vime.facts", "vime.errors", "vime.platforms.host"),
+    *("vime.hooks", "vime.facts", "vime.errors", "vime.platforms.host", "vime.planning.masks"),
     *("vime.memory", "vime.weights", "vime.trainer.runtime", "vime.trainer.device_runtime"),
 )
 ONLY_IN_TESTING = ("vime.testing",)

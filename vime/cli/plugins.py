@@ -10,7 +10,7 @@ from typing import Any
 
 from vime.cli import plugins_new, plugins_trace, plugins_validate
 from vime.errors import PluginError
-from vime.hooks.markers import API
+from vime.hooks.api import API_TEXT
 from vime.hooks.specs import RULES, first_line
 from vime.platforms.discovery import Discovery, PluginPolicy, PluginRow, PluginStatus, discover
 
@@ -43,7 +43,7 @@ def list_plugins(args: argparse.Namespace) -> int:
     chosen, problem = _detect(found)
     if args.json:
         plugins = [_as_json(row) for row in found.status]
-        print(json.dumps({"api": API, "auto": chosen, "auto_problem": problem, "plugins": plugins}, indent=2))
+        print(json.dumps({"api": API_TEXT, "auto": chosen, "auto_problem": problem, "plugins": plugins}, indent=2))
         return 0
     _print_table([(r.name, r.status, r.distribution, r.version, r.parent or "-", r.reason) for r in found.status])
     print(f"\n--platform auto: {chosen or problem}")
@@ -115,7 +115,7 @@ def _print_row(row: PluginRow) -> None:
     print(f"  distribution  {row.distribution} {row.version} ({origin})")
     print(f"  module        {row.module}")
     print(f"  parent        {row.parent or 'unknown until it is loaded'}")
-    print(f"  hook API      {row.api or 'unknown until it is loaded'} (this is {API})")
+    print(f"  hook API      {row.api or 'no range in its metadata'} (this is {API_TEXT})")
     for hook in RULES:
         if hook in row.hooks:
             print(f"  {hook:<22}{first_line(hook)}")

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from vime.errors import PluginError
-from vime.hooks.markers import API
+from vime.hooks.api import range_of_this
 from vime.platforms.base import BASE
 from vime.platforms.policy import AUTO, CORE
 
@@ -65,7 +65,7 @@ def write_project(folder: Path, *, name: str, distribution: str, module: str) ->
         "distribution": distribution,
         "module": module,
         "core": f">={core.major}.{core.minor},<{core.major}.{core.minor + 1}",
-        "api": f">={API},<{_next_minor(API)}",
+        "api": range_of_this(),
     }
     written: list[Path] = []
     for source, inside in _template_files():
@@ -85,11 +85,6 @@ def _check_names(name: str, distribution: str) -> None:
     if not _NAME.fullmatch(canonicalize_name(distribution).replace("-", "_")):
         fix = f"use letters, digits and hyphens, for example {name}-vime"
         raise PluginError(f"{distribution!r} cannot be the name of a distribution", where="command line", fix=fix)
-
-
-def _next_minor(api: str) -> str:
-    number = Version(api)
-    return f"{number.major}.{number.minor + 1}"
 
 
 def _template_files() -> list[tuple[Any, tuple[str, ...]]]:

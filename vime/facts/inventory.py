@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -86,6 +86,21 @@ class NodeInventory:
     virtual: bool = False
     """The devices are slots that a topology creates, not hardware: any number of them may be asked for."""
     vendor: Mapping[str, Any] = field(default_factory=dict)
+
+
+def near_cpus(nodes: Sequence[NodeInventory]) -> tuple[tuple[int, ...], ...]:
+    """For each device of a node, in the inventory's order, the processors of its memory node: what `bind_host` needs.
+
+    Empty where a node has one memory node, a device's is unknown, or the nodes differ: a role has one answer for all of them.
+    """
+    layouts = {tuple(_cpus_of(node, device.numa_node) for device in node.devices) for node in nodes}
+    layout = layouts.pop() if len(layouts) == 1 else ()
+    populated = max((sum(1 for home in node.numa if home.cpus) for node in nodes), default=0)
+    return layout if populated > 1 and all(layout) else ()
+
+
+def _cpus_of(node: NodeInventory, index: int | None) -> tuple[int, ...]:
+    return next((home.cpus for home in node.numa if home.index == index), ())
 
 
 @dataclass(frozen=True, slots=True)

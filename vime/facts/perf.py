@@ -31,6 +31,11 @@ class PerfTable:
     """By name: `device_memory`, `host_link`, `scale_up`, `network` (bytes/s), `matmul` (FLOP/s), `memcpy` (bytes/s).
 
     `host_link` is one device's, alone and in one direction; `host_memory` is what the devices of one memory node share.
+    `parking` (bytes/s) is the rate at which trainer state moves, where it is known to be lower. `engine_load` (bytes/s) and
+    `engine_update` (s) are what an engine needs for a full set of weights beside the transport.
+
+    In bytes, beside tensors: `process` (of any process), `trainer_libraries`, `engine_rest` (asleep too), `engine_work` (while
+    it serves), `engine_graph_layer` (captured graphs of one layer).
     """
 
     quantities: Mapping[str, Quantity] = field(default_factory=dict)

@@ -65,6 +65,5 @@ class TransportOffer:
     side: Side
     factory: Factory
     cost: TransferCost
-    packer: Factory | None = None
     preconditions: tuple[Precondition, ...] = ()
     options: Mapping[str, object] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
 
-from vime.hooks.markers import API
+from vime.hooks.api import API_TEXT, KEYWORD, range_of_this
 from vime.hooks.specs import RULES, HookRule, Kind, VimeSpecs
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
@@ -34,11 +34,15 @@ def render() -> str:
 def _lines() -> Iterator[str]:
     yield "# Hooks"
     yield ""
-    yield f"Hook API {API}. Written from `vime/hooks/specs.py` by `vime.hooks.document`; do not edit."
+    yield f"Hook API {API_TEXT}. Written from `vime/hooks/specs.py` by `vime.hooks.document`; do not edit."
     yield ""
     yield "A plugin is a module with `VIME_PLUGIN = PluginInfo(name, parent=...)` and functions marked `@hookimpl`, named by an"
     yield "entry point of the group `vime.plugins`. Trailing parameters that an implementation does not need may be left out."
     yield "`@hookimpl(wrapper=True)` amends the answers of parents."
+    yield ""
+    yield "The distribution states the versions of this API that it was written for as a keyword of its metadata:"
+    yield f'`keywords = ["{KEYWORD}{range_of_this()}"]`. A minor version adds hooks, parameters and fields with'
+    yield "defaults; a major one may change or remove. The range is read before anything of the plugin is imported."
     yield ""
     for kind, meaning in _KINDS.items():
         yield f"- *{kind}*: {meaning}."

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 import pluggy
 
-API = "0.1"
-"""Version of the hook API. A plugin declares the range it was written for; see `PluginInfo.api`."""
-
 PROJECT = "vime"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -18,9 +15,9 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class PluginInfo:
     """What a plugin module exports as `VIME_PLUGIN`.
 
-    `parent` is the platform it extends (`base` for most). `api` is a version range such as `>=0.1,<0.2`.
+    `parent` is the platform it extends (`base` for most). The range of the hook API is in the distribution's metadata
+    (`vime.hooks.api`), where it can be read before the module is imported.
     """
 
     name: str
     parent: str = "base"
-    api: str = ">=0.1,<0.2"

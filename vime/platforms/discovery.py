@@ -13,11 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
 from vime.errors import PluginError
 from vime.facts.diagnosis import Check, Match, Severity
-from vime.hooks.markers import API
 from vime.platforms.base import BASE
 from vime.platforms.lineage import Platform, Plugin
 from vime.platforms.policy import (
@@ -226,15 +223,7 @@ class Discovery:
         except PluginError as error:
             raise candidate.fail(PluginStatus.VALIDATION_ERROR, str(error), error) from error
         hooks = tuple(sorted({hook.hook for hook in plugin.hooks}))
-        candidate.row = replace(row, parent=plugin.info.parent, api=plugin.info.api, hooks=hooks)
-        try:
-            supported = SpecifierSet(plugin.info.api).contains(API, prereleases=True)
-        except InvalidSpecifier as error:
-            raise candidate.fail(
-                PluginStatus.VALIDATION_ERROR, f"api {plugin.info.api!r} is no version range", error
-            ) from error
-        if not supported:
-            raise candidate.fail(PluginStatus.API_MISMATCH, f"it is written for hook API {plugin.info.api}, this is {API}")
+        candidate.row = replace(row, parent=plugin.info.parent, hooks=hooks)
         candidate.plugin = plugin
         return plugin
 

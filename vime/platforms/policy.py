@@ -18,9 +18,10 @@ from enum import StrEnum
 from importlib.metadata import EntryPoint
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier
 from packaging.utils import canonicalize_name
 
-from vime.hooks.markers import API
+from vime.hooks.api import API_TEXT, KEYWORD, admits, declared_range, is_newer, range_of_this
 from vime.platforms.base import BASE
 
 CORE = "vime"
@@ -102,13 +103,25 @@ def way_out(row: PluginRow) -> str:
         case PluginStatus.NOT_ALLOWED:
             return f"if you trust it, name it: --platform {name}, plugins.allow, or {PLUGINS_VARIABLE}={name}"
         case PluginStatus.API_MISMATCH:
-            return f"install a {row.distribution} that supports hook API {API}"
+            return _for_this_api(row)
         case PluginStatus.PARENT_MISSING:
             return f"mend or install its parent {row.parent}; see `vime plugins show {name}`"
         case PluginStatus.PROBE_CRASHED:
             return f"choose the platform yourself with --platform {name}, or see `vime plugins show {name}`"
         case _:
             return f"see `vime plugins show {name}`; mend or reinstall {row.distribution}, or choose another --platform"
+
+
+def _for_this_api(row: PluginRow) -> str:
+    """What to do about a plugin for another vime or another hook API."""
+    if row.api is not None and admits(row.api):
+        return f"install the {CORE} that it requires, or another release of {row.distribution}"
+    if row.api is not None and is_newer(row.api):
+        return f"install a newer {CORE}, or a {row.distribution} for hook API {API_TEXT}"
+    return (
+        f"install a {row.distribution} for hook API {API_TEXT}; its authors port it (docs/decisions/0007-hook-api-1.md) and "
+        f'add "{KEYWORD}{range_of_this()}" to `keywords` in its pyproject.toml'
+    )
 
 
 def first_party_distributions() -> frozenset[str]:
@@ -168,8 +181,30 @@ def judge(name: str, points: Sequence[EntryPoint], policy: PluginPolicy, trusted
         return row.failed(PluginStatus.VALIDATION_ERROR, f"the name {name!r} is reserved")
     if not first_party and not policy.names(name):
         return row.failed(PluginStatus.NOT_ALLOWED, _unnamed(policy))
-    mismatch = _core_mismatch(point)
-    return row.failed(PluginStatus.API_MISMATCH, mismatch) if mismatch else row
+    row = _with_api(row, point)
+    if row.status is PluginStatus.AVAILABLE and (mismatch := _core_mismatch(point)):
+        return row.failed(PluginStatus.API_MISMATCH, mismatch)
+    return row
+
+
+def _with_api(row: PluginRow, point: EntryPoint) -> PluginRow:
+    """The row with the range of the hook API that the metadata states, refused where this version is not in it.
+
+    Plugins of the core's own distribution are of this version.
+    """
+    if point.dist is None or canonicalize_name(point.dist.name) == CORE:
+        return replace(row, api=API_TEXT)
+    supported = declared_range(",".join(point.dist.metadata.get_all("Keywords") or ()))
+    if supported is None:
+        reason = f"its metadata states no range of the hook API, which is the mark of a plugin for 0.x; this is {API_TEXT}"
+        return row.failed(PluginStatus.API_MISMATCH, reason)
+    row = replace(row, api=supported)
+    try:
+        suits = admits(supported)
+    except InvalidSpecifier as error:
+        return row.failed(PluginStatus.VALIDATION_ERROR, f"{supported!r} in its keyword {KEYWORD} is no version range", error)
+    reason = f"it is written for hook API {supported}, this is {API_TEXT}"
+    return row if suits else row.failed(PluginStatus.API_MISMATCH, reason)
 
 
 def _unnamed(policy: PluginPolicy) -> str:

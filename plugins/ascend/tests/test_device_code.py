@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from vime.errors import MemoryStateError, TrainerError, WeightSyncError
 from vime.facts.memory import Tag
+from vime.trainer.runtime import BindsSockets
 from vime_ascend import bootstrap, runtime
 from vime_ascend.attention import NpuCoreAttention
 from vime_ascend.device_export import FIELDS, NpuExporter, boot_id, from_json, to_json
@@ -121,6 +123,17 @@ def test_the_runtime_bootstraps_before_it_asks_torch_for_the_device(monkeypatch:
     monkeypatch.setattr(runtime.NpuRuntime, "load_device", lambda self: order.append(self.device_type) or Available)
     runtime.NpuRuntime(threads=torch.get_num_threads())
     assert order == ["bootstrap", "npu"]
+
+
+@pytest.mark.parametrize(("chosen", "used"), [(None, "=lo"), ("eth1", "eth1")])
+def test_hccl_stays_on_the_interface_it_is_given_unless_the_user_chose_one(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, used: str
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if chosen is None else {"HCCL_SOCKET_IFNAME": chosen})
+    made = object.__new__(runtime.NpuRuntime)
+    assert isinstance(made, BindsSockets)
+    made.bind_sockets("lo")
+    assert os.environ["HCCL_SOCKET_IFNAME"] == used
 
 
 # ---- memory

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from vime.errors import PluginError
 from vime.facts.collectives import GroupRequest
 from vime.facts.diagnosis import ProbeContext
 from vime.facts.inventory import Device, NodeInventory, NumaNode
@@ -18,7 +17,7 @@ from vime.facts.process import EnvMode, Parallel, RoleKind, RolePlacement, RoleR
 from vime.facts.transports import Edge, Relation, Side
 from vime.platforms.lineage import Platform
 from vime_ascend import inventory as nodes
-from vime_ascend import masks, plugin
+from vime_ascend import plugin
 from vime_ascend.testing.fake_npu_smi import installed
 
 DENSE = ModelShape("qwen3", 4, 128, 4, 2, 32, 384, 320, True, 830_000, 512)
@@ -51,57 +50,6 @@ def request(
         shared_with=(other,) if residency else (),
         residency=residency,
     )
-
-
-# ---- masks
-
-
-@pytest.mark.parametrize(
-    ("text", "entries"),
-    [
-        (None, None),
-        ("", ()),
-        ("NoDevFiles", ()),
-        ("8,9,10,11", ("8", "9", "10", "11")),
-        (" 3 , 1", ("3", "1")),
-        ("0,,1", ("0",)),
-        ("-1", ()),
-        ("2,-1,3", ("2",)),
-    ],
-)
-def test_entries_of_a_mask_are_opaque_and_end_at_the_first_bad_one(text: str | None, entries: tuple[str, ...] | None) -> None:
-    assert masks.visible(text) == entries
-
-
-def test_a_local_rank_counts_in_the_base_list() -> None:
-    base = masks.visible("8,9,10,11")
-    assert base is not None
-    assert masks.entry_of(base, 2) == "10"
-    for beyond in (4, -1):
-        with pytest.raises(PluginError, match=f"local rank {beyond} has no device: this process sees 4") as caught:
-            masks.entry_of(base, beyond)
-        assert caught.value.fix
-
-
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({masks.NOSET: "1"}, masks.View("10,11", (0, 1))),
-        ({masks.NOSET: "true", masks.VISIBLE: "0,1,2,3"}, masks.View("10,11", (0, 1))),
-        ({masks.VISIBLE: "10,11"}, masks.View(None, (0, 1))),
-        ({masks.NOSET: "0", masks.VISIBLE: "10,11"}, masks.View(None, (0, 1))),
-        ({}, masks.View(None, (0, 1))),
-    ],
-)
-def test_with_noset_the_framework_writes_the_variable_and_without_it_rays_value_stays(
-    env: Mapping[str, str], expected: masks.View
-) -> None:
-    assert masks.view_for(("10", "11"), env) == expected
-
-
-def test_an_assignment_that_is_not_what_ray_shows_is_refused() -> None:
-    with pytest.raises(PluginError, match="Ray assigned 2 devices, the variable shows 1"):
-        masks.view_for(("10", "11"), {masks.VISIBLE: "10"})
 
 
 # ---- facts
@@ -164,9 +112,11 @@ def test_a_repeatable_run_asks_hccl_for_one_order(platform: Platform, node: Node
     assert rules["HCCL_DETERMINISTIC"].value == "true"
 
 
-def test_the_runtime_gets_the_processors_next_to_each_ranks_chip(platform: Platform, node: NodeInventory) -> None:
-    options = platform.trainer_runtime(request(node, slots=(1, 4))).bootstrap.options
-    assert options["numa_cpus"] == (tuple(range(144, 168)), tuple(range(24)))
+def test_the_runtime_gets_the_processors_next_to_each_chip_of_a_node(platform: Platform, node: NodeInventory) -> None:
+    """By the chip's place on the node, whichever chips the role has: that is the number that `bind_host` is told."""
+    for slots in ((1, 4), (4,)):
+        near = platform.trainer_runtime(request(node, slots=slots)).bootstrap.options["numa_cpus"]
+        assert (near[1], near[4], len(near)) == (tuple(range(144, 168)), tuple(range(24)), len(node.devices))
     homeless = replace(node, devices=(replace(node.devices[0], numa_node=None),), numa=(NumaNode(0, (0, 1), 2**30),))
     assert platform.trainer_runtime(request(homeless)).bootstrap.options["numa_cpus"] == ()
 

@@ -17,7 +17,7 @@ from vime.facts.memory import MemoryBackend
 from vime.facts.model import ModelShape
 from vime.facts.process import EnvMode, Parallel, RoleKind, RolePlacement, RoleRequest, Slot
 from vime.facts.transports import Edge, Relation, Side, TransportOffer
-from vime.planning.env import check_equal, merge_env
+from vime.planning.env import EdgeEnd, check_equal, merge_env
 from vime.planning.time import switch, transfer
 from vime.planning.transports import End, relation
 from vime.platforms.lineage import Platform
@@ -123,7 +123,7 @@ def test_cumem_may_not_be_turned_off(gb200: Platform, kind: RoleKind) -> None:
     values, _ = merge_env([rules], {"NCCL_CUMEM_ENABLE": "1"}, process="actor")
     assert values["NCCL_CUMEM_ENABLE"] == "1"
     with pytest.raises(PlanError, match="E262"):
-        check_equal([rules], values, {})
+        check_equal(EdgeEnd([rules], values), EdgeEnd([rules], {}))
 
 
 @pytest.mark.parametrize(

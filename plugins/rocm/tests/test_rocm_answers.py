@@ -17,7 +17,7 @@ from vime.facts.process import EnvMode, Factory, Parallel, RoleKind, RolePlaceme
 from vime.facts.transports import Edge, Relation, Side
 from vime.platforms.lineage import Platform
 from vime_rocm import plugin
-from vime_rocm.masks import CUDA, HIP, ROCR
+from vime_rocm.process import CUDA, HIP, ROCR
 from vime_rocm.testing.fake_amdsmi import installed
 
 PLATFORM = Platform.of(plugin)
@@ -119,16 +119,16 @@ def test_groups_have_a_backend_for_either_device() -> None:
 def test_the_runtime_knows_the_processors_next_to_each_device() -> None:
     runtime = PLATFORM.trainer_runtime(request(RoleKind.TRAINER, threads=2))
     near, far = tuple(range(8)), tuple(range(8, 16))
-    expected = {str(i): near for i in range(4)} | {str(i): far for i in range(4, 8)}
+    expected = (near,) * 4 + (far,) * 4
     assert runtime.bootstrap == Factory("vime_rocm.runtime:RocmRuntime", {"threads": 2, "numa_cpus": expected})
     unknown = PLATFORM.trainer_runtime(request(RoleKind.TRAINER, at=nominal("mi300x", "gfx942")))
-    assert unknown.bootstrap.options["numa_cpus"] == {}
+    assert unknown.bootstrap.options["numa_cpus"] == ()
 
 
 def test_processors_are_not_bound_where_nodes_differ() -> None:
     other = replace(NODE, numa=NODE.numa[:1])
     both = replace(request(RoleKind.TRAINER), inventories=(NODE, other), placement=RolePlacement("t", (Slot(0, 0), Slot(1, 0))))
-    assert PLATFORM.trainer_runtime(both).bootstrap.options["numa_cpus"] == {}
+    assert PLATFORM.trainer_runtime(both).bootstrap.options["numa_cpus"] == ()
 
 
 def test_layers_come_from_transformer_engine_where_it_is_installed() -> None:
@@ -242,16 +242,6 @@ def test_the_trainers_halves_carry_the_options_and_the_engines_learn_them() -> N
     )
     assert engine["device_ipc"] == Factory("vime.weights.transports.device_ipc:DeviceIpcEngine")
     assert engine["collective"] == Factory("vime.weights.transports.collective:CollectiveEngine")
-
-
-@pytest.mark.parametrize(
-    ("profile", "fp8", "packs"), [("mi300x8", "e4m3fnuz", True), ("mi300x8", None, False), ("mi355x8", "mxfp8", False)]
-)
-def test_8_bit_weights_are_converted_for_fnuz_alone(profile: str, fp8: str | None, packs: bool) -> None:
-    found = edge((0,), (0,), Relation.SAME_DEVICE, node(profile), fp8=fp8)
-    own = [o for o in PLATFORM.transports(found, Side.TRAINER) if o.protocol != "disk"]
-    assert [o.packer for o in own] == [Factory("vime_rocm.fp8:ocp_to_fnuz") if packs else None] * 3
-    assert all(o.packer is None for o in PLATFORM.transports(found, Side.ENGINE))
 
 
 def test_costs_are_the_vendors_figures_or_unknown() -> None:

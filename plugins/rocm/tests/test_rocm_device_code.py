@@ -12,6 +12,7 @@ import torch
 
 from vime.errors import TrainerError, WeightSyncError
 from vime.memory.pinned import PinnedStorageMemory
+from vime.trainer.runtime import BindsHost, BindsSockets
 from vime_rocm.device_export import HipExporter
 from vime_rocm.device_memory import RocmMemory
 from vime_rocm.runtime import RocmRuntime
@@ -139,24 +140,35 @@ class Runtime(RocmRuntime):
         return self._hip
 
 
-@pytest.mark.parametrize("local_index", [0, 5])
-def test_a_ranks_device_is_the_first_that_it_sees(local_index: int) -> None:
+def test_a_ranks_device_is_the_first_that_it_sees() -> None:
     devices = Devices(8)
-    Runtime(devices).set_device(local_index)
+    Runtime(devices).set_device(0)
     assert devices.current == 0
 
 
-@pytest.mark.parametrize(("mask", "bound"), [("5,0,1", True), ("4,5", False), ("", False)])
-def test_a_rank_is_bound_to_the_processors_of_the_first_device_in_its_mask(
-    mask: str, bound: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("node_device", "bound"), [(5, True), (4, False), (9, False)])
+def test_a_rank_is_bound_to_the_processors_of_its_device_whatever_the_mask(
+    node_device: int, bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[set[int]] = []
-    allowed = os.sched_getaffinity(0)
-    one = min(allowed)
+    one = min(os.sched_getaffinity(0))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: asked.append(set(cpus)))
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", mask)
-    Runtime(Devices(8), numa_cpus={"5": (one,)}).set_device(0)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "5,0,1")
+    runtime = Runtime(Devices(8), numa_cpus=((),) * 5 + ((one,),))
+    assert isinstance(runtime, BindsHost)
+    runtime.bind_host(node_device)
     assert asked == ([{one}] if bound else [])
+
+
+@pytest.mark.parametrize(("chosen", "used"), [(None, "lo0"), ("eth1", "eth1")])
+def test_rccl_stays_on_the_interface_it_is_given_unless_the_user_chose_one(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, used: str
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if chosen is None else {"NCCL_SOCKET_IFNAME": chosen})
+    runtime = object.__new__(RocmRuntime)
+    assert isinstance(runtime, BindsSockets)
+    runtime.bind_sockets("lo0")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == used
 
 
 def test_another_torch_is_refused_before_its_devices_are_used() -> None:

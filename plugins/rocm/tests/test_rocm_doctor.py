@@ -33,17 +33,17 @@ def test_contradicting_masks_and_harmful_variables() -> None:
         "rocm.tmpdir": "warning",
         "rocm.allocator-pytorch-hip-alloc-conf": "warning",
     }
-    assert "HIP_VISIBLE_DEVICES='0,1' and ROCR_VISIBLE_DEVICES='2,3'" in found["rocm.masks"].finding
+    assert "HIP_VISIBLE_DEVICES is '0,1' and ROCR_VISIBLE_DEVICES is '2,3'" in found["rocm.masks"].finding
     assert all(check.fix for check in found.values())
 
 
 @pytest.mark.parametrize(
     ("env", "part"),
     [
-        ({"HIP_VISIBLE_DEVICES": "0,9"}, "shows 9, which this node does not have"),
+        ({"HIP_VISIBLE_DEVICES": "0,9"}, "has the entry '9', which names no device"),
         ({"HIP_VISIBLE_DEVICES": ""}, "shows no device"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, "shows no device"),
-        ({"ROCR_VISIBLE_DEVICES": "0"}, "only mask"),
+        ({"ROCR_VISIBLE_DEVICES": "0"}, "only ROCR_VISIBLE_DEVICES is set"),
     ],
 )
 def test_masks_that_show_something_else(env: dict[str, str], part: str) -> None:

@@ -231,6 +231,12 @@ def loose_equality(request: Any) -> Any:
     return {**rules, "SOUND_ORDER": replace(rules["SOUND_ORDER"], value=value)}
 
 
+def lone_equality(request: Any) -> Any:
+    """Nobody sets the variable, so that the values of both ends agree."""
+    lone = {"SOUND_LANES": EnvValue("0", "both ends cut lanes alike", EnvMode.FORBID, scope="both_equal")}
+    return {**sound.vime_process_env(request), **(lone if request.kind is RoleKind.TRAINER else {})}
+
+
 def on_its_own_lane(offer: Any, edge: Any, side: Any) -> Any:
     if offer.protocol != "sound_link":
         return offer
@@ -260,6 +266,8 @@ def reluctant_parent(made: Subject) -> None:
     made.platform = Platform((Plugin.of(parent), Plugin.of(child)))
 
 
+RANGE = "Keywords: vime-hooks>=1.0,<2\n"
+NEEDS = "Requires-Dist: vime>=0.1,<1\n"
 FAR = Relation.NETWORK
 UNKNOWN = Provenance.UNKNOWN
 SPEC = Provenance.SPEC
@@ -276,10 +284,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault("prints at import", ("C01",), change=written("print('hello')\n", "sound_loud")),
     Fault("does not import", ("C01", "C04"), change=written("raise OSError('no driver')\n", "sound_broken")),
     Fault("has another name than its entry point", ("C02",), change=namespace(VIME_PLUGIN=PluginInfo("noise"))),
-    Fault("is written for another hook API", ("C02",), change=namespace(VIME_PLUGIN=PluginInfo("sound", api=">=7"))),
-    Fault("states no range of the hook API", ("C02",), change=namespace(VIME_PLUGIN=PluginInfo("sound", api=""))),
-    Fault("does not require vime", ("C02",), change=distribution("Requires-Dist: rich\n")),
-    Fault("requires another vime", ("C02",), change=distribution("Requires-Dist: vime>=99\n")),
+    Fault("names no parent", ("C02",), change=namespace(VIME_PLUGIN=PluginInfo("sound", parent=""))),
+    Fault("is written for another hook API", ("C02",), change=distribution(f"Keywords: vime-hooks>=7,<8\n{NEEDS}")),
+    Fault("states no range of the hook API", ("C02",), change=distribution(f"Keywords: accelerator\n{NEEDS}")),
+    Fault("states what is no range of the hook API", ("C02",), change=distribution(f"Keywords: vime-hooks>=new\n{NEEDS}")),
+    Fault("states a range without an end", ("C02",), change=distribution(f"Keywords: vime-hooks>=1.0\n{NEEDS}")),
+    Fault("does not require vime", ("C02",), change=distribution(f"{RANGE}Requires-Dist: rich\n")),
+    Fault("requires another vime", ("C02",), change=distribution(f"{RANGE}Requires-Dist: vime>=99\n")),
     Fault("has an unmarked hook", ("C03",), change=namespace(vime_telemetry=forgotten_stub)),
     Fault("cannot be imported again", ("C04",), change=registers_elsewhere),
     # all answers
@@ -329,7 +340,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("defaults to a dtype that it lacks", ("C16",), amend("vime_capabilities", default_dtype="bfloat16")),
     Fault("does not say why it has no 8-bit recipe", ("C16",), amend("vime_capabilities", absent={"ipc": "none"})),
     Fault("names no mask variable", ("C17",), amend("vime_ray_binding", visible_env=())),
-    Fault("lets Ray set its masks", ("C17",), amend("vime_ray_binding", noset_env=())),
+    Fault("lets Ray set its masks", ("C17",), amend("vime_ray_binding", resource="GPU")),
     Fault("numbers devices in an unknown way", ("C17",), amend("vime_ray_binding", id_kind="bus")),
     Fault("names no resource", ("C17",), {"vime_ray_binding": lambda inventory: RayBinding("", ("A",), ("B",))}),
     Fault("sets and unsets one variable", ("C17",), amend("vime_ray_binding", unset_env=("SOUND_VISIBLE",))),
@@ -340,6 +351,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("takes out an option with its value", ("C18",), with_rule("SOUND_X", "expandable:True", mode=EnvMode.WITHOUT)),
     Fault("forbids what its engine is launched with", ("C19",), with_rule("SOUND_LOG", "0", mode=EnvMode.FORBID)),
     Fault("gives both ends different values", ("C20",), {"vime_process_env": loose_equality}),
+    Fault("tells one end alone what both must share", ("C20",), {"vime_process_env": lone_equality}),
     # collectives
     Fault("names no backend that torch reads", ("C21",), amend("vime_collective", backend="cpu:gloo;sound:ring")),
     Fault("names a backend that the node lacks", ("C21",), amend("vime_collective", backend="cpu:gloo,sound:ring")),

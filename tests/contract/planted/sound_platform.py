@@ -105,7 +105,7 @@ def vime_capabilities(inventory: NodeInventory) -> Capabilities:
 
 @hookimpl
 def vime_ray_binding(inventory: NodeInventory) -> RayBinding:
-    return RayBinding("SOUND", visible_env=("SOUND_VISIBLE",), noset_env=("SOUND_NOSET",))
+    return RayBinding("SOUND", visible_env=("SOUND_VISIBLE",))  # Ray masks no resource of this name.
 
 
 @hookimpl

@@ -52,7 +52,7 @@ def broken_plugin(tmp_path: Path) -> str:
     """A third-party plugin named `gadget` whose import fails."""
     info = tmp_path / "gadget_hardware-2.5.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gadget-hardware\nVersion: 2.5\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gadget-hardware\nVersion: 2.5\nKeywords: vime-hooks>=1.0,<2\n")
     (info / "entry_points.txt").write_text("[vime.plugins]\ngadget = gadget_hardware\n")
     (tmp_path / "gadget_hardware.py").write_text("import a_module_that_nobody_has\n")
     return "gadget"

@@ -42,7 +42,8 @@ def test_it_writes_a_whole_project(vime, tmp_path) -> None:
     assert project["name"] == "gizmo-vime"
     assert project["entry-points"] == {"vime.plugins": {"gizmo": "gizmo_vime.plugin"}}
     assert project["dependencies"] == ["vime>=0.1,<0.2"]
-    assert 'PluginInfo("gizmo", parent="base", api=">=0.1,<0.2")' in written["src/gizmo_vime/plugin.py"]
+    assert project["keywords"] == ["vime-hooks>=1.0,<2"]
+    assert 'PluginInfo("gizmo", parent="base")' in written["src/gizmo_vime/plugin.py"]
 
 
 def test_what_must_be_filled_in_is_marked_where_it_is(vime, tmp_path) -> None:

@@ -51,8 +51,8 @@ Build = Callable[..., types.ModuleType]
 Install = Callable[..., Path]
 
 
-def source_of(name: str, body: str, *, parent: str, complete: bool, api: str = ">=0.1,<0.2") -> str:
-    info = f'NAME = "{name}"\nVIME_PLUGIN = PluginInfo(NAME, parent="{parent}", api="{api}")\n'
+def source_of(name: str, body: str, *, parent: str, complete: bool) -> str:
+    info = f'NAME = "{name}"\nVIME_PLUGIN = PluginInfo(NAME, parent="{parent}")\n'
     return HEAD + info + (REQUIRED if complete else "") + textwrap.dedent(body)
 
 
@@ -83,7 +83,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         *,
         parent: str = "base",
         complete: bool = True,
-        api: str = ">=0.1,<0.2",
+        api: str | None = ">=1.0,<2",
         distribution: str | None = None,
         version: str = "1.0",
         requires: tuple[str, ...] = (),
@@ -91,11 +91,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         owner = distribution or f"{name}-plugin"
         module = f"{owner.replace('-', '_')}_{name}"
         made.append(module)
-        (site / f"{module}.py").write_text(source_of(name, body, parent=parent, complete=complete, api=api))
+        (site / f"{module}.py").write_text(source_of(name, body, parent=parent, complete=complete))
         info = site / f"{owner.replace('-', '_')}-{version}.dist-info"
         info.mkdir(exist_ok=True)
+        words = "" if api is None else f"Keywords: hardware,vime-hooks{api},fast\n"
         needs = "".join(f"Requires-Dist: {line}\n" for line in requires)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {owner}\nVersion: {version}\n{needs}")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {owner}\nVersion: {version}\n{words}{needs}")
         points = info / "entry_points.txt"
         known = points.read_text() if points.exists() else "[vime.plugins]\n"
         points.write_text(f"{known}{name} = {module}\n")

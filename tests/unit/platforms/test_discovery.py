@@ -34,7 +34,7 @@ def test_available_until_asked_for_then_active(install) -> None:
     assert found.platform("acme") is platform
     row = found.row("acme")
     assert row.status is PluginStatus.ACTIVE
-    assert (row.distribution, row.version, row.parent, row.api) == ("acme-plugin", "1.0", "base", ">=0.1,<0.2")
+    assert (row.distribution, row.version, row.parent, row.api) == ("acme-plugin", "1.0", "base", ">=1.0,<2")
     assert "vime_inventory" in row.hooks
 
 
@@ -135,21 +135,54 @@ def test_whatever_breaks_at_import_is_an_import_error(install, body: str) -> Non
     assert found.platform("cpu").name == "cpu"
 
 
-def test_api_range_is_checked_after_import(install) -> None:
-    install("acme", api=">=7")
+@pytest.mark.parametrize(
+    ("api", "reason", "fix"),
+    [
+        (None, "its metadata states no range of the hook API", '"vime-hooks>=1.0,<2" to `keywords` in its pyproject.toml'),
+        ("", "its metadata states no range of the hook API", "install a acme-plugin for hook API 1.0"),
+        (">=0.1,<0.2", "written for hook API >=0.1,<0.2, this is 1.0", "install a acme-plugin for hook API 1.0"),
+        ("<1", "written for hook API <1, this is 1.0", "its authors port it"),
+        (">=1.1,<2", "written for hook API >=1.1,<2, this is 1.0", "install a newer vime"),
+        (">=7", "written for hook API >=7, this is 1.0", "install a newer vime"),
+    ],
+)
+def test_the_range_of_the_hook_api_is_checked_before_import(install, api: str | None, reason: str, fix: str) -> None:
+    install("acme", "raise RuntimeError('imported')", api=api)
     found = allowing("acme")
-    assert "written for hook API >=7, this is 0.1" in str(refused(found, "acme"))
+    error = refused(found, "acme")
     assert found.row("acme").status is PluginStatus.API_MISMATCH
-    install("bad", api="seven")
-    found = allowing("bad")
-    assert "'seven' is no version range" in str(refused(found, "bad"))
+    assert reason in str(error)
+    assert fix in str(error)
+    assert "acme_plugin_acme" not in sys.modules
+
+
+@pytest.mark.parametrize("api", [">=1.0,<2", ">=0.1,<2", "==1.*", "~=1.0", " >= 1.0, < 2"])
+def test_a_range_with_this_version_loads(install, api: str) -> None:
+    install("acme", api=api)
+    assert allowing("acme").platform("acme").name == "acme"
+
+
+def test_what_is_no_range_is_a_validation_error(install) -> None:
+    install("acme", api=">=seven")
+    found = allowing("acme")
+    assert "'>=seven' in its keyword vime-hooks is no version range" in str(refused(found, "acme"))
+    assert found.row("acme").status is PluginStatus.VALIDATION_ERROR
+    install("other", api="-and-others>=7")
+    assert "states no range" in str(refused(allowing("other"), "other"))
+
+
+def test_a_plugin_that_is_not_allowed_is_told_so_whatever_its_range(install) -> None:
+    install("acme", api="<1")
+    assert discover(PluginPolicy()).row("acme").status is PluginStatus.NOT_ALLOWED
 
 
 def test_metadata_rules_a_plugin_out_before_it_is_imported(install) -> None:
     install("acme", "raise RuntimeError('imported')", requires=("vime>=7",))
     found = allowing("acme")
     assert found.row("acme").status is PluginStatus.API_MISMATCH
-    assert "requires vime>=7, this is vime 0.1.0" in str(refused(found, "acme"))
+    error = str(refused(found, "acme"))
+    assert "requires vime>=7, this is vime 0.1.0" in error
+    assert "install the vime that it requires" in error
     install("fine", requires=("vime>=0.1,<0.2", 'vime>=7; extra == "later"', "not a requirement !"))
     assert allowing("fine").platform("fine").name == "fine"
 

@@ -9,6 +9,7 @@ shared, which flat bytes always are, and only inside one node. Facts: torch_npu'
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from vime.errors import WeightSyncError
+from vime_ascend.process import VISIBLE
 
 FIELDS = (
     *("device", "memory", "size_bytes", "offset_bytes"),
@@ -56,6 +58,12 @@ class NpuExporter:
         self._device = _npu() if device is None else device
         self._node = node if node is not None else boot_id()
         self._opened: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def identity(self) -> str:
+        """The node and the chip's logical id, which the mask lists: a device's number counts inside the mask."""
+        number = int(self._device.current_device())
+        masked = [entry.strip() for entry in os.environ.get(VISIBLE, "").split(",") if entry.strip()]
+        return f"{self._node}/{masked[number] if number < len(masked) else number}"
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return self.empty(nbytes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from vime.errors import PlanError
 from vime.facts.diagnosis import Check, DoctorContext, Severity
-from vime_ascend import masks
+from vime.planning.masks import inherited_mask, visible_node
 from vime_ascend.chips import generation_of_device
 from vime_ascend.engine import ALLOCATOR
-from vime_ascend.process import HCCL_BUFFER_MIB
+from vime_ascend.process import HCCL_BUFFER_MIB, VISIBLE, binding
 from vime_ascend.versions import older, parse
 from vime_ascend.weights import REOPENING_DRIVER, SHARING_CANN, SHARING_DRIVER
 
@@ -121,18 +122,18 @@ def _cann(ctx: DoctorContext) -> Check:
 
 
 def _mask(ctx: DoctorContext) -> Check:
-    text = ctx.env.get(masks.VISIBLE)
-    entries = masks.visible(text)
-    if entries is None:
-        return _ok("mask", f"{masks.VISIBLE} is not set: every chip is visible")
-    known = {str(device.index) for device in ctx.inventory.devices}
-    beyond = [entry for entry in entries if entry not in known]
-    if beyond or not entries:
-        what = f"{masks.VISIBLE}={text!r} " + (f"names {', '.join(beyond)}" if beyond else "hides every chip")
-        what += f"; the node has {', '.join(sorted(known, key=int)) or 'none'}"
-        fix = f"unset {masks.VISIBLE}, or list logical ids of `npu-smi info -m`; in a container they start at 0"
-        return Check("ascend.mask", Severity.ERROR, what, fix)
-    return _ok("mask", f"{masks.VISIBLE} shows {len(entries)} of {len(known)} chips")
+    """The mask as a plan reads it."""
+    names, chips = binding(ctx.inventory), len(ctx.inventory.devices)
+    fix = f"unset {VISIBLE}, or list logical ids of `npu-smi info -m`; in a container they start at 0"
+    try:
+        shown = len(visible_node(names, ctx.inventory, ctx.env).devices)
+    except PlanError as error:
+        return Check("ascend.mask", Severity.ERROR, error.what, fix)
+    if inherited_mask(names, ctx.env) is None:
+        return _ok("mask", f"{VISIBLE} is not set: every chip is visible")
+    if not shown:
+        return Check("ascend.mask", Severity.ERROR, f"{VISIBLE}={ctx.env[VISIBLE]!r} hides every chip", fix)
+    return _ok("mask", f"{VISIBLE} shows {shown} of {chips} chips")
 
 
 def _allocator(env: Mapping[str, str]) -> Check:

@@ -6,8 +6,11 @@ from vime.facts.bindings import RayBinding
 from vime.facts.capabilities import Capabilities
 from vime.facts.inventory import NodeInventory
 from vime.facts.process import EnvMode, EnvValue, RoleKind, RoleRequest
-from vime_ascend import masks
 from vime_ascend.chips import generation_of_device
+
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+"""Lists a node's devices; torch counts from 0 within that list."""
+NOSET = f"RAY_EXPERIMENTAL_NOSET_{VISIBLE}"
 
 HCCL_BUFFER_MIB = 200
 """HCCL's own default. Every communicator takes two of them from the device's memory."""
@@ -35,12 +38,12 @@ def capabilities(inventory: NodeInventory) -> Capabilities:
 
 
 def binding(inventory: NodeInventory) -> RayBinding:
-    """Ray's names. A mask lists the node's logical ids; every process counts its own devices from 0 (`masks`)."""
+    """Ray's names. A mask lists the node's logical ids; every process counts its own devices from 0."""
     generation = next((g for device in inventory.devices if (g := generation_of_device(device))), None)
     labels = {"ray.io/accelerator-type": generation.arch} if generation else {}
     if inventory.fabric is not None and inventory.vendor:
         labels["vime/super-pod"] = inventory.fabric.clique
-    return RayBinding(resource="NPU", visible_env=(masks.VISIBLE,), noset_env=(masks.NOSET,), labels=labels, id_kind="index")
+    return RayBinding(resource="NPU", visible_env=(VISIBLE,), noset_env=(NOSET,), labels=labels, id_kind="index")
 
 
 def environment(request: RoleRequest) -> dict[str, EnvValue]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vime.facts.collectives import CollectiveSpec, GroupRequest
+from vime.facts.inventory import NodeInventory, near_cpus
 from vime.facts.model import ModelShape
 from vime.facts.process import Factory, MegatronAdaptation, Override, RoleRequest, TrainerRuntime
 
@@ -36,19 +37,13 @@ COLLECTIVE_LIMITS = {
 
 def runtime(request: RoleRequest) -> TrainerRuntime:
     """The factory that brings torch_npu and MindSpeed in before megatron-core."""
-    options = {"threads": request.threads, "deterministic": request.deterministic, "numa_cpus": _numa_cpus(request)}
+    options = {"threads": request.threads, "deterministic": request.deterministic, "numa_cpus": near_cpus(_nodes(request))}
     bootstrap = Factory("vime_ascend.runtime:NpuRuntime", options)
     return TrainerRuntime(bootstrap, device_type="npu", why="MindSpeed must change megatron-core before anything imports it")
 
 
-def _numa_cpus(request: RoleRequest) -> tuple[tuple[int, ...], ...]:
-    """Processors next to the chip of each local rank of the role's first node; none where the node does not tell them all."""
-    slots = request.placement.slots
-    node = request.inventories[slots[0].node]
-    cpus = {home.index: home.cpus for home in node.numa}
-    homes = [node.devices[slot.device].numa_node for slot in slots if slot.node == slots[0].node]
-    near = tuple(cpus.get(home, ()) if home is not None else () for home in homes)
-    return near if all(near) else ()
+def _nodes(request: RoleRequest) -> list[NodeInventory]:
+    return [request.inventories[node] for node in sorted({slot.node for slot in request.placement.slots})]
 
 
 def adaptation(model: ModelShape) -> MegatronAdaptation:

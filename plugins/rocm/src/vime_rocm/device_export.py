@@ -52,6 +52,10 @@ class HipExporter:
         """The device's module of torch."""
         return torch.cuda
 
+    def identity(self) -> str:
+        """The UUID of this process's device."""
+        return self._uuid(self._device.current_device())
+
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from vime.errors import PluginError
+from vime.errors import PlanError
 from vime.facts.diagnosis import Check, DoctorContext, Severity
+from vime.planning.masks import inherited_mask, visible_node
 from vime_rocm import allocator
 from vime_rocm.devices import SUPPORTED, kind_named
-from vime_rocm.masks import VISIBLE, chosen_mask
+from vime_rocm.process import VISIBLE, ray_binding
 
 CDNA4_RUNTIME = Version("7.0")
 """The first ROCm release made for gfx950."""
@@ -51,21 +52,19 @@ def _check(name: str, severity: Severity, finding: str, fix: str) -> Check:
 
 
 def _masks(ctx: DoctorContext) -> Check:
-    """One mask, and every entry of it a device."""
+    """One mask, and every entry of it a device, as a plan reads it."""
+    binding = ray_binding(ctx.inventory)
+    fix = f"unset {' '.join(VISIBLE)}, or list numbers of `amd-smi list -e`"
     try:
-        mask = chosen_mask(ctx.env)
-    except PluginError as error:
-        return _check("masks", Severity.ERROR, error.what, error.fix or "")
-    if mask.variable is None:
+        mask = inherited_mask(binding, ctx.env)
+        shown = visible_node(binding, ctx.inventory, ctx.env).devices
+    except PlanError as error:
+        return _check("masks", Severity.ERROR, error.what, error.fix or fix)
+    if mask is None:
         return _ok("masks", "no mask: all devices are visible")
-    known = {name for device in ctx.inventory.devices for name in (str(device.index), device.uuid)}
-    strange = [entry for entry in mask.entries if entry not in known]
-    if strange or not mask.entries:
-        what = f"{mask.variable}={ctx.env[mask.variable]!r} shows " + (
-            f"{', '.join(strange)}, which this node does not have" if strange else "no device"
-        )
-        return _check("masks", Severity.ERROR, what, f"unset {' '.join(VISIBLE)}, or list numbers of `amd-smi list -e`")
-    return _ok("masks", f"{mask.variable} shows {len(mask.entries)} devices")
+    if not shown:
+        return _check("masks", Severity.ERROR, "the mask shows no device", fix)
+    return _ok("masks", f"the mask shows {len(shown)} devices")
 
 
 def _variables(env: Mapping[str, str]) -> Iterator[Check]:

@@ -8,7 +8,12 @@ from vime.facts.collectives import CollectiveSpec, GroupRequest
 from vime.facts.inventory import NodeInventory
 from vime.facts.process import EnvValue, RoleKind, RoleRequest
 from vime_rocm.devices import GFX942, GFX950, common_kind
-from vime_rocm.masks import NOSET, ROCR, VISIBLE
+
+HIP, CUDA, ROCR = "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+VISIBLE = (HIP, CUDA)
+"""Both get the same list: vLLM copies the first into the second and refuses when they differ, Ray reads the first."""
+
+NOSET = tuple(f"RAY_EXPERIMENTAL_NOSET_{name}" for name in (HIP, CUDA, ROCR))
 
 FNUZ, OCP = "e4m3fnuz", "e4m3fn"
 FP8_RECIPES = {GFX942: (FNUZ,), GFX950: (OCP, "mxfp8", "mxfp6", "mxfp4")}

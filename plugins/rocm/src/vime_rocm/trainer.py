@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vime.facts.inventory import NodeInventory
+from vime.facts.inventory import NodeInventory, near_cpus
 from vime.facts.model import ModelShape
 from vime.facts.process import Factory, MegatronAdaptation, Override, RoleRequest, TrainerRuntime
 from vime_rocm.devices import GFX942, GFX950
@@ -29,20 +29,13 @@ _LIMITS = {
 
 def runtime(request: RoleRequest) -> TrainerRuntime:
     """The factory that prepares a trainer rank."""
-    options = {"threads": request.threads, "numa_cpus": _neighbours(request)}
+    options = {"threads": request.threads, "numa_cpus": near_cpus(_nodes(request))}
     why = "torch calls HIP devices cuda; the runtime makes sure that this torch was built for HIP"
     return TrainerRuntime(Factory("vime_rocm.runtime:RocmRuntime", options), device_type="cuda", why=why)
 
 
-def _neighbours(request: RoleRequest) -> dict[str, tuple[int, ...]]:
-    """By a device's entry in a mask, the processors next to it; nothing where the role's nodes differ in that."""
-    nodes = [_processors(request.inventories[node]) for node in {slot.node for slot in request.placement.slots}]
-    return nodes[0] if nodes and all(node == nodes[0] for node in nodes) else {}
-
-
-def _processors(node: NodeInventory) -> dict[str, tuple[int, ...]]:
-    cpus = {home.index: home.cpus for home in node.numa if home.cpus}
-    return {str(d.index): cpus[d.numa_node] for d in node.devices if d.numa_node is not None and d.numa_node in cpus}
+def _nodes(request: RoleRequest) -> list[NodeInventory]:
+    return [request.inventories[node] for node in sorted({slot.node for slot in request.placement.slots})]
 
 
 def adaptation(request: RoleRequest, model: ModelShape) -> MegatronAdaptation:

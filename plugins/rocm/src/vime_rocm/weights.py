@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from vime.facts.process import Factory, RoleRequest, Slot
 from vime.facts.transports import Edge, Precondition, Relation, Side, TransferCost, TransportOffer
-from vime_rocm.devices import GFX942, common_kind
+from vime_rocm.devices import common_kind
 from vime_rocm.perf import HOST_LINK
-from vime_rocm.process import arches
 
 _PROTOCOLS = {"device_ipc": "DeviceIpc", "collective": "Collective", "host_shm": "HostShm"}
 _OPTIONS: dict[str, dict[str, object]] = {
@@ -14,22 +13,16 @@ _OPTIONS: dict[str, dict[str, object]] = {
     "collective": {"backend": "nccl", "device": "cuda"},
     "host_shm": {},
 }
-PACKER = Factory("vime_rocm.fp8:ocp_to_fnuz")
 
 
 def offers(edge: Edge, side: Side) -> tuple[TransportOffer, ...]:
-    """This side's half of every transport, with what it needs of the edge.
-
-    On an engine that computes with fnuz the trainer's half names the conversion of scaled 8-bit weights.
-    """
-    packer = PACKER if side is Side.TRAINER and _wants_fnuz(edge.engine) else None
+    """This side's half of every transport, with what it needs of the edge."""
     return tuple(
         TransportOffer(
             protocol,
             side,
             _factory(protocol, side),
             _cost(protocol, edge),
-            packer=packer,
             preconditions=_preconditions(protocol, edge, side),
         )
         for protocol in _PROTOCOLS
@@ -41,10 +34,6 @@ def _factory(protocol: str, side: Side) -> Factory:
         # The engine's half is told exporter and backend by the trainer's, when it connects.
         return Factory(f"vime.weights.transports.{protocol}:{_PROTOCOLS[protocol]}Engine")
     return Factory(f"vime.weights.transports.{protocol}:{_PROTOCOLS[protocol]}Trainer", _OPTIONS[protocol])
-
-
-def _wants_fnuz(request: RoleRequest) -> bool:
-    return request.fp8 is not None and any(arches(node) == {GFX942} for node in request.inventories)
 
 
 def _preconditions(protocol: str, edge: Edge, side: Side) -> tuple[Precondition, ...]:

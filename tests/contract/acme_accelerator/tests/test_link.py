@@ -60,7 +60,7 @@ def published(trainer: LinkTrainer, engines: list[LinkEngine], weights: dict[str
     ]
     for taker in takers:
         taker.start()
-    trainer.stream(())
+    trainer.stream(weights.items())
     for taker in takers:
         taker.join(10)
     return got
@@ -85,7 +85,7 @@ def test_a_loader_that_gives_up_leaves_nothing_on_the_socket(trainer: MakeTraine
     half = trainer()
     (engine,) = joined(half, 1)
     staged = half.stage(WEIGHTS.items(), version="0.1", fingerprint=False)
-    sending = threading.Thread(target=half.stream, args=((),))
+    sending = threading.Thread(target=half.stream, args=(WEIGHTS.items(),))
     sending.start()
     arriving: Any = engine.receive(staged)
     assert next(arriving)[0] == "embed"
@@ -95,9 +95,10 @@ def test_a_loader_that_gives_up_leaves_nothing_on_the_socket(trainer: MakeTraine
     assert torch.equal(got["head"], WEIGHTS["head"])
 
 
-def test_an_engine_that_restarts_is_served_from_the_last_image(trainer: MakeTrainer) -> None:
+def test_an_engine_that_restarts_is_served_from_what_was_kept(trainer: MakeTrainer) -> None:
     half = trainer()
     published(half, joined(half, 1), WEIGHTS)
+    half.keep(WEIGHTS.items())
     (again,) = joined(half, 1)
     got: dict[str, Any] = {}
     taking = threading.Thread(target=lambda: got.update(again.receive({})))

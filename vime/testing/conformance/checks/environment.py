@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from vime.errors import PlanError, PluginError
 from vime.facts.process import EnvMode, EnvValue, RoleKind
-from vime.planning.env import check_equal, merge_env
+from vime.planning.env import EdgeEnd, check_equal, merge_env
 from vime.testing.conformance.checks.planning import VARIABLE
 from vime.testing.conformance.registry import check, fail, require
 from vime.testing.conformance.subject import Asked, Subject
@@ -62,16 +62,19 @@ def rules_hold_together(subject: Subject) -> None:
 
 @check("C20", hooks=["vime_process_env"], title="both sides get the same")
 def both_sides_get_the_same(subject: Subject) -> None:
-    """Variables of scope both_equal have one value in trainers and engines of the same node."""
+    """Rules of scope both_equal are given to trainers and to engines of the same node, with one value."""
     for case in subject.cases:
         for residency in ("park", "resident"):
             trainer, engine = (
                 Asked(f"{case.name}, {kind}", subject.request(case, kind, residency=residency)) for kind in RoleKind
             )
             ends = {asked.about: [rules for _, rules in rules_of(subject, asked)] for asked in (trainer, engine)}
+            shared = [{n for rules in layers for n, r in rules.items() if r.scope == "both_equal"} for layers in ends.values()]
+            lone = sorted(shared[0] ^ shared[1])
+            what = f"{', '.join(lone)} must be equal on both sides, and one role alone has the rule ({case.name}, {residency})"
+            require(not lone, what, "give the rule to both roles")
             try:
-                values = [merge_env(layers, {}, process=about)[0] for about, layers in ends.items()]
-                check_equal([rules for layers in ends.values() for rules in layers], values[0], values[1])
+                check_equal(*(EdgeEnd(layers, merge_env(layers, {}, process=about)[0]) for about, layers in ends.items()))
             except PlanError as error:
                 if error.what.startswith("E262"):
                     fail(f"{error.what} ({case.name})", "give the same rule to both roles")

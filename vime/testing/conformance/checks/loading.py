@@ -11,11 +11,12 @@ from functools import cache
 from typing import Any
 
 from packaging.requirements import Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import InvalidSpecifier
 from packaging.utils import canonicalize_name
 
 from vime.errors import PluginError
-from vime.hooks.markers import API, PluginInfo
+from vime.hooks.api import API, API_TEXT, KEYWORD, admits, declared_range, range_of_this
+from vime.hooks.markers import PluginInfo
 from vime.platforms.lineage import Platform, Plugin
 from vime.platforms.strict import implementations
 from vime.testing.conformance.registry import NotRun, check, fail, require
@@ -109,8 +110,8 @@ def _lineage_modules(subject: Subject) -> list[Any]:
 
 @check("C02", title="metadata is complete")
 def metadata_is_complete(subject: Subject) -> None:
-    """VIME_PLUGIN carries the entry point's name, a parent, and a range of the hook API that contains this one; the
-    distribution requires a vime that this one satisfies."""
+    """VIME_PLUGIN carries the entry point's name and a parent. The distribution's metadata states a range of the hook API that
+    contains this version and not the next major one, and requires a vime that this one satisfies."""
     info = getattr(subject.namespace, "VIME_PLUGIN", None)
     if not isinstance(info, PluginInfo):
         fail("the module has no VIME_PLUGIN", "add VIME_PLUGIN = PluginInfo(name, parent=...)")
@@ -118,15 +119,9 @@ def metadata_is_complete(subject: Subject) -> None:
         info.name == subject.name, f"VIME_PLUGIN is named {info.name!r}, the entry point {subject.name!r}", "make them equal"
     )
     require(info.parent, "VIME_PLUGIN names no parent", "name one; base is the parent of most")
-    try:
-        supported = SpecifierSet(info.api).contains(API, prereleases=True)
-    except InvalidSpecifier:
-        fail(f"api {info.api!r} is no version range", "write a range such as >=0.1,<0.2")
-    require(
-        supported and info.api.strip(), f"api {info.api!r} leaves out hook API {API}", "state the range you were written for"
-    )
     if subject.distribution is None or canonicalize_name(subject.distribution) == _CORE:
         return
+    _range_suits(subject.distribution)
     parsed = [Requirement(text) for text in importlib.metadata.requires(subject.distribution) or []]
     needs = [r for r in parsed if canonicalize_name(r.name) == _CORE and (r.marker is None or r.marker.evaluate({"extra": ""}))]
     require(needs, f"{subject.distribution} does not require {_CORE}", f"add {_CORE} with a range to its dependencies")
@@ -134,6 +129,21 @@ def metadata_is_complete(subject: Subject) -> None:
     require(needs[0].specifier, f"{subject.distribution} requires any {_CORE}", "give the range of versions it was tested with")
     admits = needs[0].specifier.contains(version, prereleases=True)
     require(admits, f"{subject.distribution} requires {needs[0]}, this is {version}", "install a version that supports it")
+
+
+def _range_suits(distribution: str) -> None:
+    """Fail unless the metadata states a range of the hook API with this version in it and the next major one out of it."""
+    keywords = ",".join(importlib.metadata.metadata(distribution).get_all("Keywords") or ())
+    supported = declared_range(keywords)
+    write = f'write "{KEYWORD}{range_of_this()}" among the keywords of pyproject.toml'
+    if supported is None:
+        fail(f"the metadata of {distribution} states no range of the hook API", write)
+    try:
+        here, beyond = admits(supported), admits(supported, (API[0] + 1, 0))
+    except InvalidSpecifier:
+        fail(f"{supported!r} in the keyword {KEYWORD} is no version range", write)
+    require(here, f"{KEYWORD}{supported} leaves out hook API {API_TEXT}", "state the range you were written for")
+    require(not beyond, f"{KEYWORD}{supported} has no end before {API[0] + 1}, where anything may change", write)
 
 
 @check("C03", title="registration is strict")

@@ -11,6 +11,7 @@ from vime.facts.capabilities import Capabilities
 from vime.facts.inventory import DeviceProfile
 from vime.facts.perf import Provenance
 from vime.testing.conformance.registry import NotRun, check, require
+from vime.testing.conformance.scheduler import masked_resources
 from vime.testing.conformance.subject import Subject
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -18,12 +19,21 @@ PROVENANCES = ("spec", "measured", "derived", "nominal")
 RATES = {
     "device_memory": "bytes/s",
     "host_link": "bytes/s",
+    "host_memory": "bytes/s",
     "scale_up": "bytes/s",
     "network": "bytes/s",
     "memcpy": "bytes/s",
     "matmul": "FLOP/s",
+    "parking": "bytes/s",
+    "engine_load": "bytes/s",
+    "engine_update": "s",
+    "process": "bytes",
+    "trainer_libraries": "bytes",
+    "engine_rest": "bytes",
+    "engine_work": "bytes",
+    "engine_graph_layer": "bytes",
 }
-"""Rates that a plan reads, with their units."""
+"""Rates, times and sizes that a plan reads, with their units."""
 _UNITS = ("bytes/s", "FLOP/s", "s", "bytes", "1/s", "W", "tokens/s")
 
 
@@ -90,8 +100,8 @@ def capabilities_are_consistent(subject: Subject) -> None:
 
 @check("C17", hooks=["vime_ray_binding"], title="the binding names devices")
 def binding_names_devices(subject: Subject) -> None:
-    """The binding names a Ray resource; for hardware also the variables that mask devices and those that keep Ray from
-    setting them. Entries of a mask are indexes or ids."""
+    """The binding names a Ray resource; for hardware also the variables that mask devices and, where Ray knows the resource and
+    would set them, those that keep it from that. Entries of a mask are indexes or ids."""
     for case in subject.cases:
         binding: RayBinding = subject.ask("vime_ray_binding", case.inventory)
         at = f"for {case.name}"
@@ -101,7 +111,8 @@ def binding_names_devices(subject: Subject) -> None:
         require(same, f"virtual is {binding.virtual} {at}, the inventory says {case.inventory.virtual}", "make both equal")
         if not binding.virtual:
             require(binding.visible_env, f"no variable masks devices {at}", "give visible_env")
-            require(binding.noset_env, f"nothing keeps Ray from setting the masks {at}", "give noset_env")
+            free = binding.noset_env or binding.resource not in masked_resources()
+            require(free, f"nothing keeps Ray from setting the masks of {binding.resource} {at}", "give noset_env")
         names = (*binding.visible_env, *binding.noset_env, *binding.unset_env)
         odd = [name for name in names if not VARIABLE.match(name)]
         require(not odd, f"{odd} are no names of environment variables {at}", "write the variable's name")

@@ -72,8 +72,6 @@ def offers_are_whole(subject: Subject) -> None:
                 if side is Side.ENGINE:
                     wrong = wrong or bad_options(offer.factory)
                 require(not wrong, f"{wrong} ({at})", "implement the half of vime.weights.transports.base")
-                missing = problem(offer.packer) if offer.packer else None
-                require(not missing, f"packer: {missing} ({at})", "name what exists")
                 mute = [p for p in offer.preconditions if not p.reason.strip()]
                 require(not mute, f"a precondition has no reason ({at})", "say what a rejection prints")
                 _check_cost(offer, at)
@@ -108,8 +106,9 @@ def too_far_is_refused(subject: Subject) -> None:
 
 @check("C32", hooks=["vime_transports"], title="weights arrive")
 def weights_arrive(subject: Subject) -> str | None:
-    """Two updates of a few tensors travel over every transport that can run here, bit for bit and in order. On a platform of
-    devices, without --device, only transports of the core that use the host's memory run."""
+    """Two updates of a few tensors travel over every transport that can run here, bit for bit and in order. What streams
+    brings each once more from what it kept, when the trainer's tensors have changed. On a platform of devices, without
+    --device, only transports of the core that use the host's memory run."""
     for library in ("torch", "xxhash", "safetensors"):
         if importlib.util.find_spec(library) is None:
             raise NotRun(f"{library} is not installed")
@@ -195,21 +194,33 @@ class _Trip:
 
     def _update(self, half: Any, peer: Peer, manifest: Manifest, version: str) -> None:
         weights = _weights(self._device, int(version))
-        staged = dict(half.stage(((t.name, weights[t.name]) for t in manifest.tensors), version=version, fingerprint=True))
+        staged = dict(half.stage(weights.items(), version=version, fingerprint=True))
         if "digests" in staged:
             absent = sorted(set(weights) - set(staged["digests"]))
             require(not absent, f"{self._protocol} gives no digest for {', '.join(absent)}", "digest every tensor")
+        self._deliver(half, peer, staged, weights.items())
+        wanted = [[t.name, *content(weights[t.name])] for t in manifest.tensors]
+        self._compare(peer, wanted, f"in update {version}")
+        half.keep(weights.items())
+        if half.streams:
+            for tensor in weights.values():
+                tensor.zero_()
+            self._deliver(half, peer, staged, ())
+            self._compare(peer, wanted, f"for an engine that starts after update {version}")
+
+    def _deliver(self, half: Any, peer: Peer, staged: Message, weights: Any) -> None:
         peer.tell({"action": "receive", "info": staged})
         if half.streams:
-            half.stream(())
-        got = self._heard(peer, f"receive update {version}")["tensors"]
-        wanted = [[t.name, *content(weights[t.name])] for t in manifest.tensors]
+            half.stream(weights)
+
+    def _compare(self, peer: Peer, wanted: list[list[Any]], when: str) -> None:
+        got = self._heard(peer, f"receive {when}")["tensors"]
         for one, other in zip(got, wanted, strict=False):
-            what = f"{self._protocol} delivers {one[:3]} where {other[:3]} was sent in update {version}"
+            what = f"{self._protocol} delivers {one[:3]} where {other[:3]} was sent {when}"
             require(one[:3] == other[:3], what, "yield the manifest's tensors in its order")
-            require(one == other, f"{self._protocol} changes the content of {other[0]} in update {version}", "carry every byte")
+            require(one == other, f"{self._protocol} changes the content of {other[0]} {when}", "carry every byte")
         full = len(got) == len(wanted)
-        require(full, f"{self._protocol} delivers {len(got)} of {len(wanted)} tensors in update {version}", "yield them all")
+        require(full, f"{self._protocol} delivers {len(got)} of {len(wanted)} tensors {when}", "yield them all")
 
     def _heard(self, peer: Peer, action: str) -> Message:
         answer = peer.answer()

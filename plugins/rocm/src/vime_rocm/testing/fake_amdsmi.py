@@ -25,7 +25,7 @@ import yaml
 
 from vime_rocm import probe
 from vime_rocm.inventory import ORIGIN
-from vime_rocm.masks import CUDA, HIP, ROCR
+from vime_rocm.process import CUDA, HIP, ROCR
 
 PROFILES = Path(__file__).parent / "profiles"
 STATUS = {

@@ -1,8 +1,8 @@
 """`acme_link`: weights over a local socket, one frame a tensor. Imported in trainer ranks and vLLM's workers only.
 
 The trainer listens on a socket in the shared-memory folder, under the name that guardians and sweeps of vime look for, so
-that nothing is left of a run that was killed. Rank 0 sends; it keeps the last image, from which an engine that restarts is
-served.
+that nothing is left of a run that was killed. Rank 0 sends its own tensors; it keeps a copy of what was published last, from
+which an engine that restarts is served.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 from acme_accelerator.process import FRAME_BYTES, FRAME_VARIABLE
 from acme_accelerator.weights import PROTOCOL
 from vime.errors import DeadlineError, WeightSyncError
+from vime.weights.fingerprint import digest
 from vime.weights.manifest import manifest_from_json, manifest_to_json
 from vime.weights.transports.base import Manifest, NamedTensors, TensorSpec, TransferContext
-from vime.weights.transports.flat import FlatImage, view_of
+from vime.weights.transports.flat import HostCopy, asks_for_copy, bytes_of, exhaust, in_order, stage_in_place, view_of
 
 DIRECTORY = Path("/dev/shm")
 SUFFIX = "w"
@@ -47,7 +48,7 @@ class LinkTrainer:
         self._peers: list[socket.socket] = []
         self._receivers = 0
         self._token = ""
-        self._image: FlatImage | None = None
+        self._kept = HostCopy(manifest, _host_memory)
 
     @classmethod
     def from_context(cls, context: TransferContext, **options: Any) -> LinkTrainer:
@@ -86,21 +87,23 @@ class LinkTrainer:
         self._peers = [arrived[worker] for worker in sorted(arrived)]
 
     def stage(self, weights: NamedTensors, *, version: str, fingerprint: bool) -> Mapping[str, Any]:
-        import torch
-
-        if self._image is None:
-            self._image = FlatImage(self._manifest, torch.empty(self._manifest.nbytes, dtype=torch.uint8))
-        return {"version": version, **self._image.write(weights, fingerprint=fingerprint)}
+        digest_of = (lambda tensor: digest(tensor.clone())) if fingerprint else None
+        return stage_in_place(weights, self._manifest, version=version, digest_of=digest_of)
 
     def stream(self, weights: NamedTensors) -> None:
-        """Send what `stage` took to every worker at the pace of the slowest; `weights` is not read."""
-        if self._image is None or len(self._peers) != self._receivers:
-            raise WeightSyncError("stream before stage and connect", fix="initialise the engines' weight transfer first")
-        image = self._image.buffer.numpy().data
-        for number, spec in enumerate(self._manifest.tensors):
-            self._send(spec, _HEADER.pack(number, spec.nbytes))
-            for start in range(spec.offset, spec.offset + spec.nbytes, self._frame):
-                self._send(spec, image[start : min(start + self._frame, spec.offset + spec.nbytes)])
+        """Send `weights`, or for `()` what is kept, to every worker at the pace of the slowest."""
+        if len(self._peers) != self._receivers:
+            raise WeightSyncError("stream before connect", fix="initialise the engines' weight transfer first")
+        arriving = iter(weights)
+        try:
+            for spec, data in self._kept_bytes() if asks_for_copy(weights) else in_order(arriving, self._manifest):
+                self._send_tensor(spec, bytes_of(data).numpy(force=True).data)
+        finally:
+            exhaust(arriving)
+
+    def keep(self, weights: NamedTensors) -> None:
+        """Copy what was sent, for engines that restart."""
+        self._kept.write(weights)
 
     def close(self) -> None:
         """Hang up and remove the socket. Calling it again does nothing."""
@@ -108,7 +111,8 @@ class LinkTrainer:
         if self._listener is not None:
             self._listener.close()
             self._path.unlink(missing_ok=True)
-        self._listener = self._image = None
+        self._listener = None
+        self._kept.drop()
 
     def _welcome(self, peer: socket.socket, deadline: float) -> int | None:
         """The number of a worker of this round; anybody else is hung up on."""
@@ -122,6 +126,15 @@ class LinkTrainer:
             pass
         peer.close()
         return None
+
+    def _kept_bytes(self) -> Iterator[tuple[TensorSpec, Any]]:
+        kept = self._kept.buffer
+        return ((spec, kept[spec.offset : spec.offset + spec.nbytes]) for spec in self._manifest.tensors)
+
+    def _send_tensor(self, spec: TensorSpec, data: memoryview) -> None:
+        self._send(spec, _HEADER.pack(self._manifest.tensors.index(spec), spec.nbytes))
+        for start in range(0, spec.nbytes, self._frame):
+            self._send(spec, data[start : start + self._frame])
 
     def _send(self, spec: TensorSpec, data: bytes | memoryview) -> None:
         for worker, peer in enumerate(self._peers):
@@ -204,6 +217,12 @@ class LinkEngine:
         except OSError as error:
             self.close()
             raise WeightSyncError(f"tensor {spec.name} did not arrive: {_words(error)}", fix="publish again") from None
+
+
+def _host_memory(nbytes: int) -> Any:
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def frame_bytes() -> int:

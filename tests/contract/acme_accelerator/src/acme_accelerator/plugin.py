@@ -17,7 +17,7 @@ from vime.facts.process import EnvValue, MegatronAdaptation, RoleRequest, Traine
 from vime.facts.transports import Edge, Side, TransportOffer
 from vime.hooks import PluginInfo, hookimpl
 
-VIME_PLUGIN = PluginInfo("acme", parent="base", api=">=0.1,<0.2")
+VIME_PLUGIN = PluginInfo("acme", parent="base")
 
 
 @hookimpl
