@@ -69,13 +69,15 @@ def engine_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for row in plan.memory.rows:
         if row.role == role:
-            found.setdefault(row.phase, {})[row.tag] = row.num_bytes
+            tags = found.setdefault(row.phase, {})
+            tags[row.tag] = tags.get(row.tag, 0) + row.num_bytes
     return found
 
 
 def trainer_setups(config: Config, plan: Plan) -> list[TrainerSetup]:
     """One a rank; the rendezvous address is filled in when rank 0 lives."""
     role, slots = plan.actor, plan.actor.request.placement.slots
+    trainer = config.trainer.model_copy(update={"recompute": plan.recompute})
     return [
         TrainerSetup(
             model_path=config.model.path,
@@ -92,7 +94,7 @@ def trainer_setups(config: Config, plan: Plan) -> list[TrainerSetup]:
             num_steps=config.schedule.num_steps * config.trainer.updates_per_step,
             temperature=config.rollout.sampling.temperature,
             algorithm=config.algorithm,
-            trainer=config.trainer,
+            trainer=trainer,
             runtime=role.runtime,
             adaptation=role.adaptation,
             collective=role.collective,

@@ -1,9 +1,10 @@
-"""`vime plan`: placement, memory, transports and times of a run, before anything is started."""
+"""`vime plan`: placement, memory, transports and times of a run, before anything is started; or beside what a run measured."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from vime.cli.prepare import add_run_arguments, hardware_of, overrides_of
@@ -14,18 +15,27 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="print placement, memory and transports of a run", allow_abbrev=False)
     add_run_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with every term of every estimate")
+    parser.add_argument(
+        "--compare", type=Path, default=None, metavar="RUN_DIR", help="print the plan's numbers beside those of this run"
+    )
     parser.set_defaults(handler=handle)
 
 
 def handle(args: argparse.Namespace) -> int:
-    """Print the plan. Raises every VimeError of configuration, model, topology and plan."""
+    """Print the plan. Raises every VimeError of configuration, model, topology and plan; DataError for a run without rows."""
     from vime.cli.layout import lay_out, plan_layout
     from vime.config.load import load_config
     from vime.models.registry import read_shape
+    from vime.planning.compare import compare, compare_json, compare_text, rows_of_run
     from vime.planning.explain import explain_json, explain_text
 
+    rows = None if args.compare is None else rows_of_run(args.compare)
     loaded, hardware = load_config(args.config, overrides=overrides_of(args)), hardware_of(args, live=False)
     layout = lay_out(loaded, hardware)
     plan = plan_layout(loaded, layout, read_shape(loaded.config.model.path), hardware)
-    print(json.dumps(explain_json(plan), indent=2) if args.json else explain_text(plan))
+    if rows is None:
+        print(json.dumps(explain_json(plan), indent=2) if args.json else explain_text(plan))
+        return 0
+    compared = compare(plan, rows)
+    print(json.dumps(compare_json(compared), indent=2) if args.json else compare_text(compared))
     return 0

@@ -156,7 +156,9 @@ class TrainerSection(Section):
     max_tokens_per_micro_batch: Count = Field(default=8192, description="Strict cap on real tokens in a pack.")
     updates_per_step: Count = Field(default=1, description="Optimizer steps made from one batch.")
     log_prob_chunk_tokens: Count = Field(default=1024, description="Rows of logits handled at once.")
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["auto", "none", "selective", "full"] = Field(
+        default="auto", description="Of activations in the backward pass; auto: the least that fits, by the plan."
+    )
     threads: Count = Field(default=1, description="Host threads of a trainer rank.")
     step_timeout_s: Seconds = 1800.0
     megatron: dict[str, Any] = Field(default_factory=dict, description="Passed to megatron-core's transformer config.")
@@ -204,6 +206,9 @@ class CheckpointSection(Section):
 
     every: NonNegative = Field(default=0, description="Steps between checkpoints; 0: only at the end.")
     keep: Count = 2
+    last: bool = Field(
+        default=True, description="Write a checkpoint and the model when the run ends; false: neither, for measurements."
+    )
 
 
 class EvaluationSet(Section):

@@ -11,6 +11,7 @@ from vime.facts.process import Parallel, VllmDefaults
 from vime.planning.plan import EngineArg
 
 GATE = "vime.weights.gate.Gate"
+_NONE: Mapping[str, Any] = {}
 
 ENGINE_NEEDS: Mapping[str, Any] = {
     "logprobs_mode": "processed_logprobs",
@@ -56,23 +57,32 @@ def engine_needs(features: EngineFeatures) -> dict[str, Any]:
     return {**flag, **ENGINE_NEEDS}
 
 
-def merge_engine_args(defaults: VllmDefaults, user: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Any]:
-    """Platform defaults under the user's section under `needed` (of the plan). A null of the user removes a default.
+def merge_engine_args(
+    defaults: VllmDefaults, user: Mapping[str, Any], needed: Mapping[str, Any], *, chosen: Mapping[str, Any] = _NONE
+) -> dict[str, Any]:
+    """Platform defaults under what the plan chose under the user's section under `needed` (by sleep).
+
+    A null of the user removes what is below it.
 
     Raises ConfigError for a key that vime owns, naming the vime key to use; several are reported together.
     """
     refuse_owned(user, {**OWNED_KEYS, **_NEEDED_KEYS})
-    merged = {**defaults.args, **{key.replace("-", "_"): value for key, value in user.items()}, **needed}
+    merged = {**defaults.args, **chosen, **{key.replace("-", "_"): value for key, value in user.items()}, **needed}
     return {key: value for key, value in merged.items() if value is not None}
 
 
 def engine_args(
-    defaults: VllmDefaults, user: Mapping[str, Any], needed: Mapping[str, Any], *, platform: str
+    defaults: VllmDefaults,
+    user: Mapping[str, Any],
+    needed: Mapping[str, Any],
+    *,
+    platform: str,
+    chosen: Mapping[str, Any] = _NONE,
 ) -> tuple[EngineArg, ...]:
     """The arguments of `merge_engine_args`, each with its origin and the value that it replaced. Raises as that does."""
-    merged = merge_engine_args(defaults, user, needed)
+    merged = merge_engine_args(defaults, user, needed, chosen=chosen)
     given = {key.replace("-", "_"): value for key, value in user.items()}
-    layers = (("sleep", needed), ("user", given), (f"platform {platform}", defaults.args))
+    layers = (("sleep", needed), ("user", given), ("plan", chosen), (f"platform {platform}", defaults.args))
     found: list[EngineArg] = []
     for name, value in merged.items():
         holders = [(origin, layer[name]) for origin, layer in layers if name in layer]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from vime.errors import PlanError
 from vime.facts.process import EnvMode, EnvValue
@@ -152,12 +153,57 @@ def drop_option(text: str | None, option: str) -> str | None:
 # ---- both sides of an edge
 
 
+_BOTH = "both_equal"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeEnd:
+    """One side of an edge: the rules of its hooks, and the values that its process is started with."""
+
+    rules: Sequence[Rules]
+    env: Mapping[str, str]
+
+    def of(self, name: str, inherited: Mapping[str, str]) -> str | None:
+        """A variable as the process sees it: what it is started with, else what it inherits."""
+        return self.env.get(name, inherited.get(name))
+
+
 def check_equal(
-    rules: Iterable[Rules], trainer: Mapping[str, str], engine: Mapping[str, str], *, where: str | None = None
+    trainer: EdgeEnd, engine: EdgeEnd, *, inherited: Mapping[str, str] | None = None, where: str | None = None
 ) -> None:
-    """Variables of scope `both_equal` must be the same on both sides of an edge. Raises PlanError E262."""
-    for layer in rules:
-        for name, rule in layer.items():
-            if rule.scope == "both_equal" and trainer.get(name) != engine.get(name):
-                text = f"{name} is {trainer.get(name)!r} for the trainer and {engine.get(name)!r} for the engine: {rule.why}"
-                raise PlanError(f"E262 {text}", where=where, fix=f"give {name} one value in `env.trainer` and `env.engine`")
+    """Variables of scope `both_equal` must be the same on both sides of an edge, whichever side has the rule.
+
+    A rule that one side alone has binds the other too: a platform that knows what an edge needs speaks for one that does not.
+    Nothing is set for the other side; where its value differs, the run is refused. A rule about an option of a list compares
+    that option, any other the whole value. Raises PlanError E262.
+    """
+    given = inherited or {}
+    for name, rule, holders in _shared(trainer, engine):
+        ours, theirs = trainer.of(name, given), engine.of(name, given)
+        if _compared(rule, ours) == _compared(rule, theirs):
+            continue
+        text = f"{name} is {ours!r} for the trainer and {theirs!r} for the engine: {rule.why}"
+        alone = f" (only the {holders[0]}'s platform says so)" if len(holders) == 1 else ""
+        raise PlanError(f"E262 {text}{alone}", where=where, fix=f"give {name} one value in `env.trainer` and `env.engine`")
+
+
+def _shared(trainer: EdgeEnd, engine: EdgeEnd) -> Iterator[tuple[str, EnvValue, list[str]]]:
+    """Rules of scope `both_equal` with the sides that have one for the variable."""
+    for end in (trainer, engine):
+        for layer in end.rules:
+            for name, rule in layer.items():
+                if rule.scope == _BOTH:
+                    sides = (("trainer", trainer), ("engine", engine))
+                    holders = [side for side, at in sides if any(_is_shared(rules.get(name)) for rules in at.rules)]
+                    yield name, rule, holders
+
+
+def _is_shared(rule: EnvValue | None) -> bool:
+    return rule is not None and rule.scope == _BOTH
+
+
+def _compared(rule: EnvValue, value: str | None) -> object:
+    """What must be equal: the entries of the rule's option, or the whole value."""
+    if rule.mode not in _OPTIONS:
+        return value
+    return [part for part in split_options(value or "") if option_of(part) == option_of(rule.value)]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from vime.facts.memory import NullMemory
+from vime.facts.memory import MemoryBackend, NullMemory
 from vime.facts.process import Parallel, Slot
 from vime.planning.explain_roles import (
     binding_json,
@@ -48,6 +48,7 @@ def explain_json(plan: Plan) -> dict[str, Any]:
             "reserve_bytes": plan.memory.reserve_bytes,
             "host_bytes_per_node": plan.memory.host_bytes_per_node,
         },
+        "recompute": {"value": plan.recompute, "why": plan.recompute_why},
         "transport": _transport_json(plan),
         **roles_json(plan),
         "switch": [{"role": role, **_estimate_json(estimate)} for role, estimate in switches(plan)],
@@ -144,13 +145,17 @@ def _memory(plan: Plan) -> Iterator[str]:
             listed = ", ".join(f"{tag} {in_units(size)}" for tag, size in tags)
             rows.append((phase, role, in_units(sum(size for _, size in tags)), listed))
     yield from table(rows)
-    for pool in plan.pools:
+    for pool in (pool for pool in plan.pools if pool.name in plan.memory.capacity_bytes):
         capacity = in_units(plan.memory.capacity_bytes[pool.name])
         peak = max(PHASES, key=lambda phase: plan.memory.phase_bytes(pool.name, phase))
         used = in_units(plan.memory.phase_bytes(pool.name, peak))
         kept = f", reserve {in_units(plan.memory.reserve_bytes)}" if plan.memory.reserve_bytes else ""
         yield f"  pool {pool.name}: at most {used} of {capacity} ({peak}){kept}"
     yield f"  host memory per node for parked state and published weights: {in_units(plan.memory.host_bytes_per_node)}"
+    yield f"  recompute {plan.recompute}, {plan.recompute_why}"
+    yield "how the memory was found"
+    found = {(row.role, row.tag, row.how): row.num_bytes for row in plan.memory.rows}
+    yield from table([(role, tag, in_units(size), how) for (role, tag, how), size in found.items()])
 
 
 def _phases(plan: Plan) -> tuple[str, ...]:
@@ -169,7 +174,8 @@ def _transport(plan: Plan) -> Iterator[str]:
         return
     edge = plan.transport.edge
     yield f"weights {edge.trainer.role} -> {edge.engine.role}: {in_units(edge.num_bytes)}, {edge.relation}"
-    yield f"  chosen    {plan.transport.protocol}: {_seconds(plan.transport.seconds, plan.transport.provenance)}"
+    how = f" = {plan.transport.how}" if plan.transport.how else ""
+    yield f"  chosen    {plan.transport.protocol}: {_seconds(plan.transport.seconds, plan.transport.provenance)}{how}"
     for rejection in plan.transport.rejected:
         yield f"  rejected  {rejection.protocol}: {rejection.reason}"
 
@@ -180,6 +186,9 @@ def _switch(plan: Plan) -> Iterator[str]:
         yield "switch between serving and training"
         if not moves:
             yield "  nothing moves: every role stays on the device"
+    pinned = isinstance(plan.actor.memory, MemoryBackend) and plan.actor.memory.pinned_host
+    if moves and pinned:
+        yield "  the first parking takes longer than the others: it page-locks host memory"
     for role, estimate in moves:
         yield f"  {role}: {_seconds(estimate.seconds, estimate.provenance)} each way ({estimate.how})"
 
@@ -239,6 +248,7 @@ def _transport_json(plan: Plan) -> dict[str, Any] | None:
         "protocol": plan.transport.protocol,
         "seconds": plan.transport.seconds,
         "provenance": plan.transport.provenance,
+        "how": plan.transport.how,
         "buffer_bytes": plan.transport.buffer_bytes,
         "rejected": [{"protocol": r.protocol, "reason": r.reason} for r in plan.transport.rejected],
     }

@@ -11,6 +11,7 @@ from vime.facts.memory import EngineSleep, MemoryBackend, NullMemory
 from vime.facts.process import Factory
 from vime.planning.engine_args import owned_args
 from vime.planning.masks import scheduler_flags
+from vime.planning.memory import DROPPED
 from vime.planning.plan import EngineArg, Plan, PoolPlan, pool_of
 
 _SHOWN = 24
@@ -72,7 +73,12 @@ def engine_args_of(plan: Plan) -> list[EngineArg]:
     return [a for a in engine.args if a.name not in own] + [EngineArg(n, v, origin) for n, (v, origin) in own.items()]
 
 
-_ORIGINS = {"user": "yours (rollout.vllm)", "sleep": "needed by engine sleep", "vime": "needed by vime"}
+_ORIGINS = {
+    "user": "yours (rollout.vllm)",
+    "plan": "chosen by the plan",
+    "sleep": "needed by engine sleep",
+    "vime": "needed by vime",
+}
 
 
 def engine_text(plan: Plan) -> Iterator[str]:
@@ -119,7 +125,11 @@ def leaving_text(plan: Plan) -> Iterator[str]:
 def _tags(leaves: MemoryBackend | NullMemory | EngineSleep) -> list[tuple[str, ...]]:
     if isinstance(leaves, NullMemory):
         return []
-    return [(str(tag), _FREED[said.frees], _KEPT[said.preserves], said.why) for tag, said in leaves.tags.items()]
+    dropped = DROPPED if isinstance(leaves, MemoryBackend) else ()
+    return [
+        (str(tag), _FREED[said.frees], "dropped, zeros later" if tag in dropped else _KEPT[said.preserves], said.why)
+        for tag, said in leaves.tags.items()
+    ]
 
 
 # ---- scheduling

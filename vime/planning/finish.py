@@ -11,7 +11,7 @@ from vime.facts.collectives import GroupRequest
 from vime.planning.ask import Asker
 from vime.planning.decide import Candidate, Situation, weigh
 from vime.planning.engine_args import engine_args
-from vime.planning.env import check_equal, merge_env
+from vime.planning.env import EdgeEnd, check_equal, merge_env
 from vime.planning.masks import check_untouched, process_mask
 from vime.planning.plan import EnginePlan, EnvReason, Plan, PoolPlan, TrainerPlan
 from vime.topology.load import LoadedTopology
@@ -33,7 +33,8 @@ def finish(loaded: LoadedTopology, situation: Situation, candidate: Candidate, a
     engines: list[EnginePlan] = []
     for index in range(len(candidate.engine_requests)):
         engine, rules, why = _engine(loaded, (situation, candidate, index), asker, rest)
-        check_equal((*trainer_rules, *rules), trainer.env, engine.env, where=loaded.where("env"))
+        ends = EdgeEnd(trainer_rules, trainer.env), EdgeEnd(rules, engine.env)
+        check_equal(*ends, inherited=rest.inherited, where=loaded.where("env"))
         engines.append(engine)
         reasons += why if index == 0 else ()
     args = {arg.name: arg.value for arg in engines[0].args} if engines else {}
@@ -55,6 +56,8 @@ def finish(loaded: LoadedTopology, situation: Situation, candidate: Candidate, a
         start_timeout_s=loaded.topology.limits.start_timeout or situation.needs.start_timeout_s,
         notes=tuple(notes),
         env_reasons=reasons,
+        recompute=candidate.recompute,
+        recompute_why=candidate.recompute_why,
     )
 
 
@@ -98,7 +101,7 @@ def _engine(
         defaults=defaults,
         sleep=sleep,
         env=env,
-        args=engine_args(defaults, situation.needs.vllm, sleep.args, platform=pool.platform),
+        args=engine_args(defaults, situation.needs.vllm, sleep.args, platform=pool.platform, chosen=candidate.chosen),
         mask=process_mask(pool.binding, pool.entries[first], positions),
     )
     return plan, layers, reasons

@@ -1,7 +1,7 @@
 """Makes the plan of a run from a topology, a model and what the platforms answer. Pure: the same answers, the same plan.
 
-Hooks are asked in this order: inventory (or a nominal device) -> binding, capabilities -> placement -> transports, memory
-and sleep once for every residency that comes into question -> decision -> collective, environment, defaults.
+Hooks are asked in this order: inventory (or a nominal device) -> binding, capabilities -> rates -> placement -> transports,
+memory and sleep once for every residency that comes into question -> decision -> collective, environment, defaults.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def make_plan(
     _raise_all(_checks(loaded, nodes, model))
     pools = _pools(nodes, platforms, asker, (bindings, here))
     dtype = _dtype(needs, [pools[role.pool] for role in (actor, rollout) if role is not None])
-    situation = _situation(loaded, (actor, rollout), pools, platforms, _Run(model, dtype, needs))
+    perf = {name: asker.ask(platforms[pool.platform], "perf_model", pool.inventories[0]) for name, pool in pools.items()}
+    situation = replace(_situation(loaded, (actor, rollout), pools, platforms, _Run(model, dtype, needs)), perf=perf)
     candidate = decide(situation, asker, _residencies(loaded, actor, rollout))
     plan = finish(loaded, situation, candidate, asker, Rest(pools, here.env))
-    perf = {name: asker.ask(platforms[pool.platform], "perf_model", pool.inventories[0]) for name, pool in pools.items()}
     notes = (*plan.notes, *notes, *_basis(nodes))
     return replace(plan, pools=tuple(pools.values()), perf=perf, hooks_asked=tuple(asker.asked), notes=notes)
 
@@ -294,7 +294,7 @@ def _share_of(loaded: LoadedTopology, roles: tuple[ResolvedRole, ResolvedRole | 
 
 
 def _residencies(loaded: LoadedTopology, actor: ResolvedRole, rollout: ResolvedRole | None) -> tuple[str | None, ...]:
-    """`auto` stays on the device when everything fits, since then nothing has to move."""
+    """`auto` stays on the device when everything fits with a cache of use, since then nothing has to move."""
     index = _share_of(loaded, (actor, rollout))
     if index is None:
         return (None,)

@@ -14,7 +14,8 @@ class PlanNeeds:
     """Tokens, batch and engine arguments of a run.
 
     `dtype` None is the platform's default. `vllm` are the user's engine arguments. `samples` is false where nothing is
-    sampled for training (supervised fine-tuning), so that a topology without engines will do.
+    sampled for training (supervised fine-tuning), so that a topology without engines will do. `recompute` auto is decided by
+    the plan.
     """
 
     dtype: str | None = None
@@ -22,7 +23,7 @@ class PlanNeeds:
     max_response_tokens: int = 256
     micro_batch_tokens: int = 8192
     log_prob_chunk_tokens: int = 1024
-    recompute: str = "none"
+    recompute: str = "auto"
     batch_size: int = 32
     group_size: int = 8
     deterministic: bool = True

@@ -70,7 +70,10 @@ class TrainerPlan:
 
 @dataclass(frozen=True, slots=True)
 class EngineArg:
-    """An argument of an engine's server. `origin` is sleep, user or `platform NAME`; `over` the value that it replaced."""
+    """An argument of an engine's server.
+
+    `origin` is sleep, user, plan or `platform NAME`; `over` the value that it replaced.
+    """
 
     name: str
     value: Any
@@ -102,7 +105,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class TransportPlan:
-    """The transport of an edge. `seconds` is the estimate for a full update, None where a rate is unknown."""
+    """The transport of an edge. `seconds` is the estimate for a full update (None where a rate is unknown), `how` its sum."""
 
     edge: Edge
     trainer: TransportOffer
@@ -111,6 +114,7 @@ class TransportPlan:
     provenance: str
     rejected: tuple[Rejection, ...]
     buffer_bytes: int
+    how: str = ""
 
     @property
     def protocol(self) -> str:
@@ -174,6 +178,9 @@ class Plan:
     start_timeout_s: float
     notes: tuple[str, ...] = ()
     env_reasons: tuple[EnvReason, ...] = ()
+    recompute: str = "none"
+    """What the trainer recomputes: none, selective or full."""
+    recompute_why: str = ""
     hooks_asked: tuple[str, ...] = ()
     """`platform.hook(subject)` in the order asked."""
 

@@ -27,26 +27,49 @@ def least_certain(provenances: Sequence[str]) -> str:
     return max((p if p in _TRUST else _UNKNOWN for p in provenances), key=_TRUST.index, default=_UNKNOWN)
 
 
-def transfer(trainer: TransferCost, engine: TransferCost, *, num_bytes: int, buffer_bytes: int) -> Estimate:
-    """fixed + chunks x per chunk + bytes / rate, with the slower half's number for each term."""
+NOT_COUNTED = Estimate(0.0, "measured", "")
+"""Adds nothing to another estimate."""
+
+
+def loading(num_bytes: int, perf: PerfTable) -> Estimate:
+    """What an engine takes to put a full set of weights into its model, beside the transport: fixed + bytes / rate.
+
+    `NOT_COUNTED` where the platform has no rate for it.
+    """
+    rate, fixed = perf.get("engine_load"), perf.get("engine_update")
+    if not rate.value:
+        return NOT_COUNTED
+    start = fixed.value or 0.0
+    told = [str(quantity.provenance) for quantity in (rate, fixed) if quantity.value]
+    how = f"the engine's own {start:g} s + {num_bytes} bytes / {rate.value:g} bytes/s"
+    return Estimate(start + num_bytes / rate.value, least_certain(told), how)
+
+
+def transfer(
+    trainer: TransferCost, engine: TransferCost, *, num_bytes: int, buffer_bytes: int, load: Estimate = NOT_COUNTED
+) -> Estimate:
+    """fixed + chunks x per chunk + bytes / rate, with the slower half's number for each term, and the engine's `loading`."""
     chunks = max(1, -(-num_bytes // buffer_bytes))
     fixed = max(trainer.fixed_s, engine.fixed_s)
     per_chunk = max(trainer.per_chunk_s, engine.per_chunk_s)
-    provenance = least_certain((trainer.provenance, engine.provenance))
+    provenance = least_certain((trainer.provenance, engine.provenance, load.provenance))
     if not trainer.bytes_per_s or not engine.bytes_per_s:
         side = "trainer" if not trainer.bytes_per_s else "engine"
         return Estimate(None, _UNKNOWN, f"the {side} side's rate is unknown")
     rate = min(trainer.bytes_per_s, engine.bytes_per_s)
     how = f"{fixed:g} s + {chunks} x {per_chunk:g} s + {num_bytes} bytes / {rate:g} bytes/s"
-    return Estimate(fixed + chunks * per_chunk + num_bytes / rate, provenance, how)
+    seconds = fixed + chunks * per_chunk + num_bytes / rate + (load.seconds or 0.0)
+    return Estimate(seconds, provenance, f"{how} + {load.how}" if load.how else how)
 
 
 def switch(num_bytes: int, perf: PerfTable, node: NodeInventory) -> Estimate:
     """Moving a device's bytes to or from the host, while the other devices of its memory node do the same.
 
-    Every device has a link of its own; where the platform names the rate of a memory node, its devices share that.
+    Every device has a link of its own; where the platform names the rate of a memory node, its devices share that. Parking
+    is slower than the link where the platform has measured it (`parking`).
     """
-    link, memory = perf.get("host_link"), perf.get("host_memory")
+    link, memory = perf.get("parking"), perf.get("host_memory")
+    link = link if link.value else perf.get("host_link")
     if num_bytes == 0:
         return Estimate(0.0, str(Provenance.DERIVED), "nothing moves")
     if not link.value:

@@ -10,7 +10,7 @@ from vime.facts.inventory import NodeInventory, Tri
 from vime.facts.process import Slot
 from vime.facts.transports import Edge, Relation, TransportOffer
 from vime.planning.plan import Rejection, TransportPlan
-from vime.planning.time import Estimate, transfer
+from vime.planning.time import NOT_COUNTED, Estimate, transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,21 @@ def _domain(node: NodeInventory) -> tuple[str, str] | None:
 
 
 def choose(
-    edge: Edge, offers: tuple[Sequence[TransportOffer], Sequence[TransportOffer]], wishes: Wishes, *, where: str | None
+    edge: Edge,
+    offers: tuple[Sequence[TransportOffer], Sequence[TransportOffer]],
+    wishes: Wishes,
+    *,
+    where: str | None,
+    load: Estimate = NOT_COUNTED,
 ) -> TransportPlan:
-    """Pair, filter and rank. `offers` are the trainer's and the engine's.
+    """Pair, filter and rank. `offers` are the trainer's and the engine's; `load` is what the engine needs with any of them.
 
     Preferred protocols come first in the order given, then by estimated time; unknown times come last.
 
     Raises:
         PlanError: E241 when nothing is left, E242 when a required protocol cannot be used.
     """
-    pairs, rejected = _pairs(edge, offers, wishes)
+    pairs, rejected = _pairs(edge, offers, wishes, load)
     _check_required(pairs, rejected, wishes, where)
     if not pairs:
         listed = "; ".join(f"{r.protocol}: {r.reason}" for r in rejected) or "neither side offers any"
@@ -91,11 +96,12 @@ def choose(
         provenance=best.estimate.provenance,
         rejected=tuple(rejected),
         buffer_bytes=wishes.buffer_bytes,
+        how=best.estimate.how,
     )
 
 
 def _pairs(
-    edge: Edge, offers: tuple[Sequence[TransportOffer], Sequence[TransportOffer]], wishes: Wishes
+    edge: Edge, offers: tuple[Sequence[TransportOffer], Sequence[TransportOffer]], wishes: Wishes, load: Estimate
 ) -> tuple[list[_Pair], list[Rejection]]:
     trainer, engine = ({offer.protocol: offer for offer in side} for side in offers)
     pairs: list[_Pair] = []
@@ -106,7 +112,7 @@ def _pairs(
             rejected.append(Rejection(protocol, reason))
             continue
         one, other = trainer[protocol], engine[protocol]
-        cost = transfer(one.cost, other.cost, num_bytes=edge.num_bytes, buffer_bytes=wishes.buffer_bytes)
+        cost = transfer(one.cost, other.cost, num_bytes=edge.num_bytes, buffer_bytes=wishes.buffer_bytes, load=load)
         pairs.append(_Pair(one, other, cost))
     return pairs, rejected
 

@@ -168,13 +168,13 @@ def test_the_server_is_the_one_of_the_installed_release(node_of: Node, request_f
 
 
 @pytest.mark.parametrize(
-    ("shared", "residency", "share"), [((), None, 0.9), (("actor",), "park", 0.75), (("actor",), "resident", 0.4)]
+    ("shared", "residency", "share"), [((), None, 0.9), (("actor",), "park", None), (("actor",), "resident", None)]
 )
-def test_an_engine_leaves_room_for_who_shares_its_device(
-    node_of: Node, request_for: Request, shared: tuple[str, ...], residency: str | None, share: float
+def test_the_plan_bounds_an_engine_that_shares_its_device(
+    node_of: Node, request_for: Request, shared: tuple[str, ...], residency: str | None, share: float | None
 ) -> None:
     asked = request_for(node_of("h200x8"), "engine", shared_with=shared, residency=residency)
-    assert engine.defaults(asked).args["gpu_memory_utilization"] == share
+    assert engine.defaults(asked).args.get("gpu_memory_utilization") == share
 
 
 def test_a_parked_engine_drops_its_weights_for_the_next_update(node_of: Node, request_for: Request) -> None:
@@ -287,6 +287,11 @@ def test_a_parked_trainer_keeps_its_state_and_its_communicators(node_of: Node, r
         ("gh200", "device_memory", None, "unknown"),
         ("mixed-devices", "matmul", None, "unknown"),
         ("h200x8", "network", None, "unknown"),
+        ("h200x8", "parking", 50e9, "measured"),
+        ("a100x8", "parking", None, "unknown"),
+        ("h200x8", "process", round(0.51 * 2**30), "measured"),
+        ("b200x8", "process", round(0.51 * 2**30), "derived"),
+        ("gh200", "engine_load", None, "unknown"),
     ],
 )
 def test_rates_say_where_they_come_from(node_of: Node, name: str, quantity: str, value: float | None, provenance: str) -> None:

@@ -82,6 +82,21 @@ def test_a_rank_behind_a_mask_of_one_device_knows_it_as_number_0(config: Config)
     assert [s.local_rank for s in trainer_setups(config, plan_of(FakePlatform()))] == [0, 1, 2, 3]
 
 
+def test_what_the_plan_recomputes_reaches_every_rank(config: Config) -> None:
+    assert config.trainer.recompute == "auto"
+    for recompute in ("none", "full"):
+        plan = replace(plan_of(Board()), recompute=recompute)
+        assert {s.trainer.recompute for s in trainer_setups(config, plan)} == {recompute}
+    assert {s.trainer.optimizer for s in trainer_setups(config, plan)} == {config.trainer.optimizer}
+
+
+def test_an_engine_s_bytes_of_one_tag_are_added_up() -> None:
+    plan = plan_of(Board())
+    rows = [row for row in plan.memory.rows if row.tag == "engine_weights"]
+    twice = replace(plan, memory=replace(plan.memory, rows=(*plan.memory.rows, *rows)))
+    assert engine_bytes(twice)["serving"]["engine_weights"] == 2 * engine_bytes(plan)["serving"]["engine_weights"]
+
+
 def test_the_allocator_option_that_a_rule_takes_out_is_gone_in_the_engine(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

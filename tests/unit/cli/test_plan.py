@@ -167,3 +167,22 @@ def test_a_file_that_is_no_recording(vime: Vime, run_file: str, tmp_path: Path) 
     done = vime("plan", run_file, "--inventory", str(tmp_path / "r.json"))
     assert done.returncode == 1
     assert "not a recording" in done.stderr
+
+
+def test_beside_a_run_that_was_measured(vime: Vime, run_file: str, tmp_path: Path) -> None:
+    run = tmp_path / "earlier"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    done = vime("plan", run_file, "--compare", str(run))
+    assert done.returncode == 1
+    assert "holds no row of kind memory, sync or wall" in done.stderr
+    held = {"edge": "training", "device": {"actor": {"params": 1000}}, "host": {}}
+    row = {"kind": "memory", "step": 1, "version": "0.1", "time": 1.0, "data": held}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    done = vime("plan", run_file, "--compare", str(run))
+    assert done.returncode == 0, done.stderr
+    assert "training actor params" in done.stdout
+    assert "placement" not in done.stdout
+    told = json.loads(vime("plan", run_file, "--compare", str(run), "--json").stdout)
+    assert [(one["what"], one["measured"]) for one in told] == [("training actor params", 1000)]
+    assert told[0]["predicted"] > 1000

@@ -12,7 +12,7 @@ def test_every_key_is_described_with_type_and_default() -> None:
     by_path = {doc.path: doc for doc in describe_schema()}
     assert by_path["schedule.num_steps"].default == "required"
     assert by_path["trainer.optimizer.lr"].default == "1e-06"
-    assert by_path["trainer.recompute"].type == "none | selective | full"
+    assert by_path["trainer.recompute"].type == "auto | none | selective | full"
     assert by_path["evaluation.sets.*.path"].type == "path"
     assert by_path["data.label_key"].type == "text | null"
     assert by_path["algorithm.digits_apart"].default == "false"

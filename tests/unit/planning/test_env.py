@@ -6,7 +6,7 @@ import pytest
 
 from vime.errors import PlanError
 from vime.facts.process import EnvMode, EnvValue
-from vime.planning.env import check_equal, merge_env
+from vime.planning.env import EdgeEnd, check_equal, merge_env
 
 
 def rule(value: str, mode: EnvMode = EnvMode.DEFAULT, why: str = "because", scope: str = "process") -> EnvValue:
@@ -65,9 +65,41 @@ def test_every_value_has_its_reason() -> None:
 
 def test_both_sides_must_agree_where_the_rule_says_so() -> None:
     rules = [{"A": rule("1", scope="both_equal", why="one communicator")}]
-    check_equal(rules, {"A": "1"}, {"A": "1"})
-    with pytest.raises(PlanError, match="E262 A is '1' for the trainer and None for the engine: one communicator"):
-        check_equal(rules, {"A": "1"}, {})
+    check_equal(EdgeEnd(rules, {"A": "1"}), EdgeEnd(rules, {"A": "1"}))
+    with pytest.raises(PlanError, match=r"E262 A is '1' for the trainer and None for the engine: one communicator\n"):
+        check_equal(EdgeEnd(rules, {"A": "1"}), EdgeEnd(rules, {}))
+    check_equal(EdgeEnd([{"A": rule("1")}], {"A": "1"}), EdgeEnd([], {}))
+
+
+@pytest.mark.parametrize("mode", [EnvMode.DEFAULT, EnvMode.REQUIRE, EnvMode.FORBID])
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+def test_a_rule_of_one_side_binds_the_other(mode: EnvMode, side: str) -> None:
+    rules = [{"A": rule("0", mode, scope="both_equal", why="one communicator")}]
+
+    def ends(ours: dict[str, str], theirs: dict[str, str]) -> tuple[EdgeEnd, EdgeEnd]:
+        pair = (EdgeEnd(rules, ours), EdgeEnd([], theirs))
+        return pair if side == "trainer" else (pair[1], pair[0])
+
+    check_equal(*ends({"A": "1"}, {"A": "1"}))
+    check_equal(*ends({}, {}))
+    with pytest.raises(PlanError, match=rf"E262 A is .*\(only the {side}'s platform says so\)"):
+        check_equal(*ends({"A": "1"}, {}))
+
+
+def test_sides_are_compared_as_their_processes_see_the_variable() -> None:
+    rules = [{"A": rule("0", EnvMode.FORBID, scope="both_equal")}]
+    check_equal(EdgeEnd(rules, {"A": "1"}), EdgeEnd([], {}), inherited={"A": "1"})
+    with pytest.raises(PlanError, match="'1' for the trainer and '0' for the engine"):
+        check_equal(EdgeEnd(rules, {"A": "1"}), EdgeEnd([], {}), inherited={"A": "0"})
+
+
+@pytest.mark.parametrize(("mode", "option"), [(EnvMode.OPTION, "grow:False"), (EnvMode.WITHOUT, "grow")])
+def test_of_a_list_only_the_rules_option_must_agree(mode: EnvMode, option: str) -> None:
+    rules = [{"A": rule(option, mode, scope="both_equal")}]
+    check_equal(EdgeEnd(rules, {"A": "split:8,grow:False"}), EdgeEnd(rules, {"A": "grow:False"}))
+    check_equal(EdgeEnd(rules, {"A": "split:8"}), EdgeEnd(rules, {}))
+    with pytest.raises(PlanError, match="E262"):
+        check_equal(EdgeEnd(rules, {"A": "grow:False"}), EdgeEnd(rules, {"A": "grow:True"}))
 
 
 # ---- lists of options

@@ -139,6 +139,7 @@ def test_hooks_are_asked_in_the_stated_order_once_for_every_residency() -> None:
         "profiles",
         "ray_binding",
         "capabilities",
+        "perf_model",
         *candidate,
         *candidate,
         "collective",
@@ -147,11 +148,11 @@ def test_hooks_are_asked_in_the_stated_order_once_for_every_residency() -> None:
         "megatron_adapt",
         *engine,
         *engine,
-        "perf_model",
     ]
-    assert plan.hooks_asked[:3] == (
+    assert plan.hooks_asked[:4] == (
         "acme.ray_binding(p-0)",
         "acme.capabilities(p-0)",
+        "acme.perf_model(p-0)",
         "acme.transports(actor -> rollout, trainer)",
     )
     assert len(plan.hooks_asked) == len(fake.calls) - 1
@@ -179,12 +180,14 @@ def test_small_roles_stay_large_roles_park() -> None:
     assert plan_of(topology(), model=BIG).residency == "park"
 
 
-def test_without_a_bound_on_the_cache_nothing_stays() -> None:
-    needs = PlanNeeds()
-    assert plan_of(topology(), model=TINY_MODEL, needs=needs).residency == "park"
-    error = error_of(topology(share="resident"), model=TINY_MODEL, needs=needs)
-    assert "E231 residency resident: nothing bounds the engine's cache" in error.what
-    assert error.fix == "set rollout.vllm.kv_cache_memory_bytes"
+def test_a_user_who_takes_the_bound_away_keeps_nothing_resident() -> None:
+    for name in ("kv_cache_memory_bytes", "gpu-memory-utilization"):
+        needs = PlanNeeds(vllm={name: None})
+        plan = plan_of(topology(), model=TINY_MODEL, needs=needs)
+        assert (plan.residency, {a.name for a in plan.engines[0].args} & {"kv_cache_memory_bytes"}) == ("park", set())
+        error = error_of(topology(share="resident"), model=TINY_MODEL, needs=needs)
+        assert "E231 residency resident: nothing bounds the engine's cache" in error.what
+        assert error.fix == "set rollout.vllm.kv_cache_memory_bytes, or leave it out"
 
 
 def test_sharing_is_legal_without_any_offload_when_the_sums_fit() -> None:
@@ -315,7 +318,12 @@ def test_the_plan_in_words() -> None:
         "optimizer 11.18 GiB",
         "chosen    device_ipc: about 0.149 s (spec)",
         "rejected  collective: slower here",
-        "actor: about 1.2 s (spec) each way (60000000000 bytes / 5e+10 bytes/s)",
+        "actor: about 0.56 s (spec) each way (28000000000 bytes / 5e+10 bytes/s)",
+        "grads        leaves the device    dropped, zeros later",
+        "the first parking takes longer",
+        "recompute full, yours (trainer.recompute)",
+        "how the memory was found",
+        "2 buffers x 536870912 of device_ipc",
         "acme.perf_model(p-0)",
         "note: W281",
     ):
@@ -334,6 +342,15 @@ def test_the_plan_as_json() -> None:
     assert told["transport"]["protocol"] == "device_ipc"
     assert {row["tag"] for row in told["memory"]["rows"]} >= {"params", "optimizer", "kv"}
     assert [s["role"] for s in told["switch"]] == ["actor", "rollout"]
+
+
+def test_a_pool_that_nobody_uses_is_planned_and_printed() -> None:
+    source = topology(share=None)
+    source["pools"]["idle"] = {"platform": "acme"}
+    source["roles"] = {name: {**role, "pool": "p"} for name, role in source["roles"].items()}
+    text = explain_text(plan_of(source))
+    assert "pool idle: 1 node(s)" in text
+    assert "pool idle: at most" not in text
 
 
 def test_nothing_moves_where_everything_stays() -> None:
@@ -457,7 +474,7 @@ def _check_sound(plan: Plan) -> None:
     for pool in plan.pools:
         if not pool.inventories[0].virtual:
             peak = max(plan.memory.phase_bytes(pool.name, phase) for phase in ("serving", "training", "updating"))
-            assert peak + plan.memory.reserve_bytes <= plan.memory.capacity_bytes[pool.name] or peak == 0
+            assert peak == 0 or peak + plan.memory.reserve_bytes <= plan.memory.capacity_bytes[pool.name]
 
 
 def test_the_search_finds_plans_and_errors() -> None:

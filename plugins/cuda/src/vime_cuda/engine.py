@@ -15,27 +15,19 @@ _ARGS: dict[str, Any] = {
     "disable_log_stats": True,
     "disable_uvicorn_access_log": True,
 }
-_ALONE, _PARKED, _RESIDENT = 0.9, 0.75, 0.4
+_ALONE = 0.9
+"""Of a device that the engine has to itself. On a shared one the plan bounds the cache in bytes, from what is left there."""
 
 
 def defaults(request: RoleRequest) -> VllmDefaults:
     """Arguments and environment below the user's own. The server is the one of the installed release."""
+    alone = {} if request.shared_with else {"gpu_memory_utilization": _ALONE}
     return VllmDefaults(
-        args={**_ARGS, "gpu_memory_utilization": memory_share(request)},
+        args={**_ARGS, **alone},
         env=_environment(),
         entry_points=("vime",),
         expected_platform="vllm.platforms.cuda.CudaPlatform",
     )
-
-
-def memory_share(request: RoleRequest) -> float:
-    """The part of a device that the engine may take.
-
-    A parked trainer leaves its context, NCCL's buffers and its activations' cache behind; a resident one keeps everything.
-    """
-    if not request.shared_with:
-        return _ALONE
-    return _PARKED if request.residency == "park" else _RESIDENT
 
 
 def _environment() -> dict[str, EnvValue]:

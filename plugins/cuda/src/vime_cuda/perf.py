@@ -1,4 +1,4 @@
-"""Rates for the plan, by product. Spec: the vendor's data sheet; measured: named machine; derived: arithmetic given."""
+"""Rates and sizes for the plan, by product. Spec: the data sheet; measured: named machine; derived: arithmetic given."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ UNITS = {
     "scale_up": "bytes/s",
     "network": "bytes/s",
     "matmul": "FLOP/s",
+    "parking": "bytes/s",
+    "engine_load": "bytes/s",
+    "engine_update": "s",
+    "process": "bytes",
+    "trainer_libraries": "bytes",
+    "engine_rest": "bytes",
+    "engine_work": "bytes",
+    "engine_graph_layer": "bytes",
 }
 
 _SHEET = "NVIDIA's data sheet"
@@ -33,6 +41,31 @@ def _measured(value: float, unit: str, source: str) -> Quantity:
 
 def _derived(value: float, unit: str, source: str) -> Quantity:
     return Quantity(value, unit, Provenance.DERIVED, source)
+
+
+_RUN_4B = "one H200 in a virtual machine, GRPO with vime on a model of 4 billion parameters"
+_RUN_TINY = "one H200 in a virtual machine, GRPO with vime on a model of 4 layers"
+_GIB = 2**30
+_SIZES: Mapping[str, tuple[float, str]] = {
+    "process": (0.51 * _GIB, f"memory in use by NVML when the first process opens the device; {_RUN_4B}"),
+    "trainer_libraries": (0.26 * _GIB, f"left by a parked trainer of one rank beside its context; {_RUN_4B}"),
+    "engine_rest": (1.44 * _GIB, f"left by a sleeping vLLM 0.26 beside its context, after an update; {_RUN_4B}"),
+    "engine_work": (1.61 * _GIB, f"taken by vLLM 0.26 while it serves 128 sequences, beside weights and cache; {_RUN_4B}"),
+    "engine_graph_layer": (0.13 * _GIB / 4, f"0.13 GiB of graphs for 4 layers, vLLM 0.26; {_RUN_TINY}"),
+}
+"""What processes take beside tensors."""
+
+_H200_RUN: Mapping[str, Quantity] = {
+    "parking": Quantity(50e9, "bytes/s", Provenance.MEASURED, f"48 to 52e9 both ways, once memory is page-locked; {_RUN_4B}"),
+    "engine_load": Quantity(
+        48e9, "bytes/s", Provenance.MEASURED, f"8.04 GB, vLLM 0.26 that reloads layer by layer, median of 6 updates; {_RUN_4B}"
+    ),
+    "engine_update": Quantity(0.02, "s", Provenance.MEASURED, f"an update of 6 MB, median of 6; {_RUN_TINY}"),
+}
+
+
+def _sizes(provenance: Provenance, note: str = "") -> dict[str, Quantity]:
+    return {name: Quantity(round(size), "bytes", provenance, note + how) for name, (size, how) in _SIZES.items()}
 
 
 def _nvlink(links: int, each: float) -> Quantity:
@@ -80,6 +113,10 @@ def table(inventory: NodeInventory) -> PerfTable:
     kinds = {product(name) for name in names}
     kind = kinds.pop() if len(kinds) == 1 else None
     known = dict(_TABLES.get(kind or "", {}))
+    if known:
+        on_h200 = kind == "H200"
+        told = (Provenance.MEASURED, "") if on_h200 else (Provenance.DERIVED, "taken from another product: ")
+        known |= {**_sizes(*told), **(_H200_RUN if on_h200 else {})}
     if any(on_a_card(name) for name in names):
         known, why = {}, "the variants on PCIe cards differ from the data sheet's product"
     elif not names or kind is None:

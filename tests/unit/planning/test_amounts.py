@@ -1,0 +1,212 @@
+"""What roles hold, by hand and against recorded peaks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vime.errors import PlanError
+from vime.facts.memory import Tag
+from vime.facts.model import ModelShape
+from vime.facts.perf import PerfTable, Provenance, Quantity
+from vime.facts.process import Parallel
+from vime.planning import amounts
+from vime.planning.amounts import Amount, Beside
+from vime.planning.needs import PlanNeeds
+from vime.testing.platforms import TINY_MODEL
+
+NEEDS = PlanNeeds(micro_batch_tokens=1000, log_prob_chunk_tokens=100, recompute="none")
+DENSE = replace(TINY_MODEL, parameters=8_000_000)
+EXPERTS = replace(TINY_MODEL, experts=8, experts_per_token=2, expert_ffn=64, parameters=4 * 8 * 3 * 128 * 64 + 200_000)
+
+
+def by_tag(held: tuple[Amount, ...]) -> dict[Tag | Beside, list[int]]:
+    found: dict[Tag | Beside, list[int]] = {}
+    for amount in held:
+        found.setdefault(amount.tag, []).append(amount.num_bytes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dp", "params", "grads", "optimizer"),
+    [
+        ("bfloat16", 1, 16_000_000, 32_000_000, 96_000_000),
+        ("bfloat16", 8, 16_000_000, 32_000_000, 12_000_000),
+        ("float32", 1, 32_000_000, 32_000_000, 64_000_000),
+        ("float32", 4, 32_000_000, 32_000_000, 16_000_000),
+    ],
+)
+def test_bytes_of_a_parameter(dtype: str, dp: int, params: int, grads: int, optimizer: int) -> None:
+    found = by_tag(amounts.trainer_amounts(DENSE, dtype, Parallel(dp=dp), NEEDS))
+    assert found[Tag.PARAMS] == [params]
+    assert found[Tag.GRADS] == [grads]
+    assert found[Tag.OPTIMIZER] == [optimizer]
+
+
+def test_tensor_and_pipeline_parallel_split_everything() -> None:
+    found = by_tag(amounts.trainer_amounts(DENSE, "bfloat16", Parallel(tp=2, pp=2, dp=2), NEEDS))
+    assert (found[Tag.PARAMS], found[Tag.OPTIMIZER]) == ([4_000_000], [12_000_000])
+
+
+def test_context_parallel_ranks_share_the_optimizer() -> None:
+    found = by_tag(amounts.trainer_amounts(DENSE, "bfloat16", Parallel(cp=2, dp=2), NEEDS))
+    assert found[Tag.OPTIMIZER] == [24_000_000]
+
+
+def test_experts_are_split_by_expert_parallel() -> None:
+    assert amounts.expert_parameters(EXPERTS) == 786_432
+    found = by_tag(amounts.trainer_amounts(EXPERTS, "bfloat16", Parallel(ep=4, dp=8), NEEDS))
+    assert found[Tag.PARAMS] == [(200_000 + 196_608) * 2]
+    assert found[Tag.OPTIMIZER] == [200_000 * 12 // 8 + 196_608 * 12 // 2]
+
+
+def test_a_frozen_role_holds_parameters_only() -> None:
+    found = amounts.trainer_amounts(DENSE, "bfloat16", Parallel(), NEEDS, optimizer=False)
+    assert [amount.tag for amount in found] == [Tag.PARAMS]
+
+
+H, FFN, Q, KV = 128, 384, 4 * 32, 2 * 32
+PLAIN = 4 * H + 6 * Q + 2 * KV + 5 * FFN
+
+
+@pytest.mark.parametrize(
+    ("recompute", "values"), [("none", PLAIN), ("selective", 4 * H + 4 * Q + 3 * KV + 5 * FFN), ("full", H)]
+)
+def test_what_the_backward_pass_needs(recompute: str, values: int) -> None:
+    needs = replace(NEEDS, recompute=recompute)
+    found = amounts.kept_activations(TINY_MODEL, "float32", Parallel(), needs)
+    assert found.num_bytes == 1000 * 4 * values * 4
+    assert found.how == f"1000 tokens x 4 layers x {values} values x 4, recompute {recompute}"
+
+
+def test_an_expert_keeps_its_token_and_six_vectors() -> None:
+    dense_part = 4 * H + 6 * Q + 2 * KV
+    assert amounts.layer_values(EXPERTS, Parallel()) == dense_part + 2 * (H + 6 * 64)
+
+
+def test_tensor_and_context_parallel_split_activations() -> None:
+    assert amounts.layer_values(TINY_MODEL, Parallel(tp=2)) == 4 * H + (6 * Q + 2 * KV) // 2 + 5 * FFN // 2
+    half = amounts.kept_activations(TINY_MODEL, "float32", Parallel(cp=2), replace(NEEDS, recompute="none"))
+    assert half.num_bytes == 500 * 4 * PLAIN * 4
+
+
+@pytest.mark.parametrize(("dtype", "each", "width"), [("bfloat16", 20, 2), ("float32", 16, 4)])
+def test_the_head_works_on_chunks_and_adds_up_its_gradient(dtype: str, each: int, width: int) -> None:
+    wide = replace(TINY_MODEL, vocab=32000)
+    found = amounts.working_activations(wide, dtype, Parallel(tp=2), replace(NEEDS, recompute="none"))
+    assert found.num_bytes == 100 * 16000 * each + 16000 * H * (4 + width) + 1000 * 4 * H * width
+    assert found.how.startswith("head: 100 rows x 16000 x ")
+    few = replace(NEEDS, recompute="none", micro_batch_tokens=50)
+    assert amounts.working_activations(wide, dtype, Parallel(), few).how.startswith("head: 50 rows")
+
+
+def test_a_small_vocabulary_needs_less_than_a_layer_s_gradients() -> None:
+    none, full = (
+        amounts.working_activations(TINY_MODEL, "float32", Parallel(), replace(NEEDS, recompute=r)) for r in ("none", "full")
+    )
+    assert none.num_bytes == 1000 * 11 * H * 4
+    assert full.num_bytes == 1000 * (PLAIN + 11 * H) * 4
+
+
+# ---- peaks that torch's allocator reported on an accelerator
+
+FOUR_B = ModelShape(
+    family="qwen3",
+    layers=36,
+    hidden=2560,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ffn=9728,
+    vocab=151936,
+    tied_embeddings=True,
+    parameters=4_022_468_096,
+    max_positions=40960,
+)
+RECORDED = Path(__file__).parents[3] / "bench" / "results" / "h200" / "device_trainer-4b.json"
+
+
+def recorded() -> list[dict[str, Any]]:
+    return json.loads(RECORDED.read_text())["training"]
+
+
+@pytest.mark.parametrize("row", recorded(), ids=lambda row: row["recompute"])
+def test_bytes_by_tag_and_peaks_of_a_recorded_run(row: dict[str, Any]) -> None:
+    """Micro-batches of 8192 tokens, 1024 rows of logits at once."""
+    needs = PlanNeeds(micro_batch_tokens=8192, log_prob_chunk_tokens=1024, recompute=row["recompute"])
+    found = by_tag(amounts.trainer_amounts(FOUR_B, "bfloat16", Parallel(), needs))
+    resident = sum(row["bytes_by_tag"].values())
+    for tag, size in row["bytes_by_tag"].items():
+        assert sum(found[Tag(tag)]) == pytest.approx(size, rel=1e-3)
+    assert sum(found[Tag.ACTIVATIONS]) == pytest.approx(row["peak_bytes"] - resident, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("args", "cache"),
+    [
+        ({}, 0),
+        ({"kv_cache_memory_bytes": 1000}, 1000),
+        ({"kv_cache_memory_bytes": "1KiB"}, 1024),
+        ({"gpu_memory_utilization": 0.5}, 50_000_000 - 16_000_000),
+        ({"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 7}, 7),
+    ],
+)
+def test_an_engine_holds_weights_and_cache(args: dict[str, Any], cache: int) -> None:
+    weights, kv = amounts.engine_amounts(DENSE, "bfloat16", Parallel(), args, capacity=100_000_000)
+    assert (weights.num_bytes, kv.num_bytes) == (16_000_000, cache)
+
+
+def test_a_share_of_the_device_bounds_all_that_an_engine_takes() -> None:
+    args = {"gpu_memory_utilization": 0.5}
+    _, kv = amounts.engine_amounts(DENSE, "bfloat16", Parallel(), args, capacity=100_000_000, beside=4_000_000)
+    assert kv.num_bytes == 30_000_000
+    with pytest.raises(PlanError, match="16000000 bytes and 40000000 of work space"):
+        amounts.engine_amounts(DENSE, "bfloat16", Parallel(), args, capacity=100_000_000, beside=40_000_000)
+
+
+def test_expert_weights_of_an_engine_spread_over_tp_and_dp() -> None:
+    weights, _ = amounts.engine_amounts(EXPERTS, "bfloat16", Parallel(tp=2, dp=2, ep=4), {}, capacity=1)
+    assert weights.num_bytes == (100_000 + 196_608) * 2
+
+
+@pytest.mark.parametrize(
+    "args", [{"gpu_memory_utilization": 0.1}, {"gpu_memory_utilization": 7}, {"kv_cache_memory_bytes": "x"}]
+)
+def test_engine_arguments_that_cannot_be(args: dict[str, Any]) -> None:
+    with pytest.raises(PlanError):
+        amounts.engine_amounts(DENSE, "bfloat16", Parallel(), args, capacity=100_000_000)
+
+
+# ---- beside tensors
+
+SIZES = {"process": 100, "trainer_libraries": 20, "engine_rest": 30, "engine_work": 40, "engine_graph_layer": 5}
+TABLE = PerfTable({name: Quantity(size, "bytes", Provenance.MEASURED, "here") for name, size in SIZES.items()})
+
+
+def test_what_processes_take_beside_tensors_says_where_it_comes_from() -> None:
+    trainer = amounts.trainer_footprint(TABLE)
+    assert [(a.tag, a.num_bytes) for a in trainer] == [(Beside.RUNTIME, 100), (Tag.COMMUNICATORS, 20)]
+    engine = amounts.engine_footprint(TABLE, TINY_MODEL, Parallel(pp=2), {})
+    assert [(a.tag, a.num_bytes) for a in engine] == [
+        (Beside.RUNTIME, 100),
+        (Beside.RUNTIME, 30),
+        (Tag.ACTIVATIONS, 40),
+        (Tag.GRAPHS, 10),
+    ]
+    assert {a.how for a in trainer} == {"measured: here"}
+    eager = amounts.engine_footprint(TABLE, TINY_MODEL, Parallel(), {"enforce-eager": True})
+    assert Tag.GRAPHS not in by_tag(eager)
+    assert amounts.trainer_footprint(PerfTable()) == amounts.engine_footprint(PerfTable(), TINY_MODEL, Parallel(), {}) == ()
+
+
+def test_a_token_of_the_cache_is_split_like_the_engine() -> None:
+    assert amounts.token_bytes(FOUR_B, "bfloat16", Parallel()) == 2 * 36 * 8 * 128 * 2
+    assert amounts.token_bytes(FOUR_B, "bfloat16", Parallel(tp=16, pp=2)) == 2 * 18 * 1 * 128 * 2
+
+
+def test_a_shape_without_experts_has_no_expert_parameters() -> None:
+    assert amounts.expert_parameters(TINY_MODEL) == 0
