@@ -53,6 +53,8 @@ class EngineFleet:
         self._replaced = 0
         self._controls: list[EngineControl] = []
         self._mending = asyncio.Lock()
+        self._serving = asyncio.Event()
+        self._serving.set()
 
     @property
     def router_url(self) -> str:
@@ -79,9 +81,13 @@ class EngineFleet:
         """
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            if not all(await self._alive()):
+            lives = await self._alive()
+            if not any(lives):
+                self._serving.clear()
+            if not all(lives):
                 async with turn():
                     await self.mend(admission)
+                self._serving.set()
             if not self._router.alive():
                 self._event("router_restarted", "the router died and was started again")
                 await self._router.restart(self._rules.start_timeout_s)
@@ -93,6 +99,10 @@ class EngineFleet:
                 if not lives:
                     await self._replace(index, admission)
             return self._replaced
+
+    async def wait_serving(self) -> None:
+        """Return while any engine lives, so that work waits for a restart instead of failing again and again."""
+        await self._serving.wait()
 
     @property
     def replaced(self) -> int:
