@@ -17,7 +17,7 @@ TRAINER = "trainer"
 
 
 class RunCheckpoints:
-    """Saves every `section.every` steps and after the last one.
+    """Saves every `section.every` steps, and after the last one unless `section.last` is false.
 
     `state(step)` gives the driver's part as JSON; `saved(version, seconds)` is told of each checkpoint.
     """
@@ -42,8 +42,8 @@ class RunCheckpoints:
 
     async def save_if_due(self, report: StepReport) -> None:
         """See `vime.roles.Checkpoints`. Raises CheckpointError when the folder cannot be written."""
-        every = self._section.every
-        if self._is_last(report.step) or (every > 0 and report.step % every == 0):
+        every, ends = self._section.every, self._section.last and self._is_last(report.step)
+        if ends or (every > 0 and report.step % every == 0):
             await self.save(report.version)
 
     async def save(self, version: PolicyVersion) -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from vime.cluster.guardian import guardian_command
 from vime.errors import PlacementError
 
 LOOPBACK = "127.0.0.1"
+PROCESS_LOGS = "ray"
+"""Folder in a run's logs with what the processes of its local cluster printed."""
+
+KEPT_FILE_BYTES, KEPT_BYTES = 64 * 1024, 2 * 1024 * 1024
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
 
 
@@ -157,7 +162,44 @@ class RaySession:
             except subprocess.TimeoutExpired:
                 os.killpg(self._head.pid, signal.SIGKILL)
         if self._temp is not None:
+            keep_process_logs(self._temp / "session_latest" / "logs", self._log_dir / PROCESS_LOGS)
             shutil.rmtree(self._temp, ignore_errors=True)
+
+
+def keep_process_logs(source: Path, target: Path, *, file_bytes: int = KEPT_FILE_BYTES, total_bytes: int = KEPT_BYTES) -> None:
+    """Copy the ends of what actors and Ray's own processes printed: Ray's folder vanishes with its session.
+
+    Standard error comes before standard output, actors before the rest, and the newest first, until `total_bytes` are kept.
+    A file that cannot be read or written is left out: the run has ended, and its own error matters more.
+    """
+    found = [(path, _size(path)) for pattern in _KEPT for path in sorted(source.glob(pattern), key=_age)]
+    left = total_bytes
+    for path, size in found:
+        length = min(size, file_bytes, left)
+        if length <= 0:
+            continue
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(size - length)
+            target.mkdir(parents=True, exist_ok=True)
+            left -= (target / path.name).write_bytes(file.read(length))
+
+
+_KEPT = ("worker-*.err", "worker-*.out", "raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out", "monitor.err")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _age(path: Path) -> float:
+    """Smaller for newer files."""
+    try:
+        return -path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def restore_signals() -> None:

@@ -1,0 +1,54 @@
+"""When a run writes a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from vime.cluster.checkpoints import RunCheckpoints
+from vime.cluster.links import TrainerLink
+from vime.config.schema import CheckpointSection
+from vime.types import PolicyVersion, StepReport
+
+STEPS = 5
+
+
+class Ranks:
+    """One rank with nothing to write."""
+
+    async def all(self, method: str, directory: Path) -> list[None]:
+        assert method == "save"
+        await asyncio.to_thread(directory.mkdir, parents=True)
+        return [None]
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, [5]),
+        ({"last": False}, []),
+        ({"every": 2}, [2, 4, 5]),
+        ({"every": 2, "last": False}, [2, 4]),
+        ({"every": 5, "last": False}, [5]),
+    ],
+)
+def test_due_steps(tmp_path: Path, section: dict[str, Any], expected: list[int]) -> None:
+    saved: list[int] = []
+    checkpoints = RunCheckpoints(
+        tmp_path,
+        cast("TrainerLink", Ranks()),
+        CheckpointSection(**section),
+        is_last=lambda step: step == STEPS,
+        state=lambda _: {},
+        saved=lambda version, _: saved.append(version.step),
+    )
+
+    async def train() -> None:
+        for step in range(1, STEPS + 1):
+            await checkpoints.save_if_due(StepReport(step, PolicyVersion(0, step), {}, {}))
+
+    asyncio.run(train())
+    assert saved == expected
