@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from vime.benchmarks.record import ROOT, Record, arguments, command, vime
+from vime.benchmarks.record import Record, arguments, command, vime
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def as_json(*words: str | Path, limit_s: float = 90.0) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -15,7 +15,7 @@ import pytest
 
 from vime.errors import DeadlineError, EngineError
 from vime.platforms.cpu.engine import ARGS
-from vime.rollout.client import Completion, GenerateClient, RetryableError
+from vime.rollout.client import Completion, GenerateClient, RetryableError, parse_generation
 from vime.rollout.engine import EngineServer, EngineSpec, check_identity
 from vime.rollout.launcher import group_members
 from vime.rollout.router import RouterServer, RouterSpec
@@ -142,6 +142,24 @@ async def test_bits_are_equal_alone_and_in_a_batch_and_for_n_and_single_requests
         assert len({bits(c) for group in together for c in group}) == 256
 
 
+async def test_flat_answers_pass_the_router_and_say_what_the_servers_own_say(stack: Stack) -> None:
+    sampling = {**params(6), "n": 3, "seed": 5}
+    flat = {**sampling, "extra_args": {"vime_answer": "flat"}}
+    answers = []
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    async with aiohttp.ClientSession(trust_env=False, headers=headers) as session:
+        for chosen in (sampling, flat):
+            body = {"token_ids": prompt(2, 9), "sampling_params": chosen}
+            async with session.post(f"{stack.router.url}/inference/v1/generate", json=body) as response:
+                assert response.status == 200, await response.text()
+                answers.append(await response.json())
+    assert ["log_probs" in choice for answer in answers for choice in answer["choices"]] == [False] * 3 + [True] * 3
+    server, own = (parse_generation(answer, n=3).choices for answer in answers)
+    assert [bits(c) for c in own] == [bits(c) for c in server]
+    assert [(c.finish, c.version_labels) for c in own] == [(c.finish, c.version_labels) for c in server]
+    assert all(label for c in own for label, _, _ in c.version_labels)
+
+
 async def test_seeded_prompts_that_are_prefilled_in_chunks_keep_their_tokens(stack: Stack) -> None:
     """7 x 8 x 100 tokens exceed the step's budget of 4096; no two prompts share a cached block."""
     async with stack.client() as client:
@@ -234,17 +252,3 @@ async def test_another_runs_engine_is_recognised(stack: Stack) -> None:
         await check_identity(session, stack.engine.url, RUN_TOKEN)
         with pytest.raises(EngineError, match="is not an engine of this run"):
             await check_identity(session, stack.engine.url, "another run")
-
-
-async def test_an_engine_that_cannot_start_gives_the_cause(stack: Stack, tmp_path: Path) -> None:
-    spec = replace(
-        stack.engine.spec, log_path=tmp_path / "engine.log", args={**ARGS, "max_num_batched_tokens": 8}, name="engine 7"
-    )
-    engine = EngineServer(spec)
-    engine.start()
-    group = engine.group
-    with pytest.raises(
-        EngineError, match=r"(?s)engine 7: died at start \(exit code 1\): .*max_num_batched_tokens \(8\) must be"
-    ):
-        await engine.wait_ready(START_TIMEOUT_S)
-    assert group_members(group) == []

@@ -10,6 +10,8 @@ from packaging.version import InvalidVersion, Version
 
 TOKEN_ROUTE = "/inference/v1/generate"
 VERSION_ROUTE = "/update_weight_version"
+ANSWER_KEY, FLAT_ANSWER = "vime_answer", "flat"
+"""What a request's `sampling_params.extra_args` says to get plain lists of log-probs from a server with vime's gate."""
 NEEDED_ROUTES = frozenset(
     {TOKEN_ROUTE, "/pause", "/resume", "/abort_requests", "/is_paused", "/get_world_size", "/collective_rpc"}
 )

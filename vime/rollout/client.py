@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from vime.errors import DeadlineError, EngineError
-from vime.facts.engine import TOKEN_ROUTE
+from vime.facts.engine import ANSWER_KEY, FLAT_ANSWER, TOKEN_ROUTE
 from vime.types import PolicyVersion, SampleStatus, VersionSpan
 
 GENERATE_ROUTE = TOKEN_ROUTE
 SESSION_HEADER = "x-session-id"
+WHOLE_ANSWER: Mapping[str, Any] = {"output_kind": 2, "flat_logprobs": True}
+"""vLLM's `FINAL_ONLY`, log-probs in flat lists. Without the first, vLLM 0.26 wakes a request's task for every token and answers
+a request of several responses with those alone that ended in the last step; both spare its server work for each token."""
+
 _NO_LOG_PROB = -9999.0
 _RETRYABLE_STATUS = frozenset({429, 500, 502, 503, 504})
 """500 is what a dying engine core answers, and what the router says when its engine broke off."""
@@ -100,7 +104,8 @@ class GenerateClient:
             DeadlineError: no answer within `timeout_s`.
             EngineError: the engine refused the request (its own message), or answered without a log-prob for each token.
         """
-        sampling = {**params, "n": n}
+        extra_args = {**(params.get("extra_args") or {}), ANSWER_KEY: FLAT_ANSWER}
+        sampling = {**WHOLE_ANSWER, **params, "n": n, "extra_args": extra_args}
         if seed is not None:
             sampling["seed"] = seed
         body: dict[str, Any] = {"token_ids": list(prompt_ids), "sampling_params": sampling}
@@ -170,8 +175,7 @@ def parse_generation(answer: Any, *, n: int, where: str = "engine") -> Generatio
 
 def _completion(choice: Mapping[str, Any], where: str) -> Completion:
     token_ids = tuple(choice["token_ids"])
-    content = (choice.get("logprobs") or {}).get("content") or ()
-    log_probs = tuple(entry["logprob"] for entry in content)
+    log_probs = tuple(choice["log_probs"] if "log_probs" in choice else _server_log_probs(choice))
     bad = [value for value in log_probs if value is None or value == _NO_LOG_PROB or not math.isfinite(value)]
     if len(log_probs) != len(token_ids) or bad:
         raise EngineError(
@@ -187,6 +191,11 @@ def _completion(choice: Mapping[str, Any], where: str) -> Completion:
         finish=_FINISH.get(choice["finish_reason"], SampleStatus.FAILED),
         version_labels=tuple((str(span["version"]), span["start"], span["end"]) for span in spans),
     )
+
+
+def _server_log_probs(choice: Mapping[str, Any]) -> Iterator[Any]:
+    """Of the form in which a server without vime's gate answers."""
+    return (entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ())
 
 
 def error_text(payload: bytes) -> str:

@@ -30,10 +30,10 @@ class EngineApp:
         body = await _whole_body(receive)
         path = scope["path"]
         self.calls.append((path, json.loads(body) if body else scope["query_string"].decode()))
-        if path.startswith(("/inference", "/v1")):
-            await self._generate(receive, send)
-        elif path in self.fail:
+        if path in self.fail:
             await _reply(send, 500, {"error": {"message": self.fail[path]}})
+        elif path.startswith(("/inference", "/v1")) and path != "/v1/models":
+            await self._generate(receive, send)
         else:
             if path == "/abort_requests" and self.hold is not None:
                 self.hold.set()

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from vime.facts.engine import TOKEN_ROUTE, VERSION_ROUTE
+from vime.weights.flat_answer import answer_flat, flat_request
 from vime.weights.stamp import StampedAnswer
 
 Message = MutableMapping[str, Any]
@@ -32,6 +33,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 GENERATION = frozenset({TOKEN_ROUTE, "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"})
 UPDATE_PATHS = frozenset({"/start_weight_update", "/start_draft_weight_update"})
+GUARDED = "/v1/models"
+"""A cheap route that the server's API key guards."""
 TOKEN_HEADER = b"x-vime-run-token"
 DRAIN_POLL_S = 0.05
 
@@ -51,6 +54,7 @@ class Gate:
         self.token = token if token is not None else os.environ.get("VIME_RUN_TOKEN", "")
         self.version: str | None = None
         self._weights: _Weights | None = None
+        self._keys: set[bytes | None] = set()
         self._server_routes: frozenset[str] | None = None
         self._open = asyncio.Event()
         self._idle = asyncio.Event()
@@ -89,16 +93,45 @@ class Gate:
                 if not await waiting.until(self._open):
                     return
             receive = waiting.receive
-        if scope["path"] == TOKEN_ROUTE and not self._has_route(scope, VERSION_ROUTE):
-            send = self._stamped(send)
         self._running += 1
         self._idle.clear()
         try:
-            await self.app(scope, receive, send)
+            if scope["path"] == TOKEN_ROUTE:
+                await self._tokens(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
+
+    async def _tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """By the gate itself where the request wants that, by the server where not."""
+        labels = not self._has_route(scope, VERSION_ROUTE)
+        client = _engine_client(scope)
+        if client is None:
+            await self.app(scope, receive, self._stamped(send) if labels else send)
+            return
+        body, weights, answer = await _read_body(receive), self._weights if labels else None, None
+        request = flat_request(body)
+        if request is not None and await self._knows_key(scope):
+            answer = await answer_flat(
+                client, request, receive, version=lambda: weights.version if weights and weights is self._weights else None
+            )
+        if answer is None:
+            await self.app(scope, _replayed(body, receive), self._stamped(send) if labels else send)
+        else:
+            await _send_json(send, *answer)
+
+    async def _knows_key(self, scope: Scope) -> bool:
+        """Whether the server lets this client in, which it is asked once for every key: it checks keys behind the gate."""
+        key = _header(scope, b"authorization")
+        if key not in self._keys:
+            status, _ = await _call(self.app, scope, GUARDED, b"", b"", method="GET")
+            if status != 200:
+                return False
+            self._keys.add(key)
+        return True
 
     def _stamped(self, send: Send) -> Send:
         """Answers get the version of the weights that are there now, unless others came before the answer was whole."""
@@ -279,12 +312,32 @@ class _Waiting:
         return await self._receive()
 
 
+def _engine_client(scope: Scope) -> Any:
+    """vLLM's client of the engine in this server; None in an app that has none."""
+    client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    return client if hasattr(client, "generate") else None
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A request's channel whose body was read already."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
 async def _pause_idle(scope: Scope) -> bool:
     """Pause an idle engine through its core client: the public route sleeps 20 ms for outputs that cannot exist here.
 
     False where this server's vLLM has no such call.
     """
-    client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    client = _engine_client(scope)
     pause = getattr(getattr(client, "engine_core", None), "pause_scheduler_async", None)
     clear_encoder_cache = getattr(getattr(client, "renderer", None), "clear_mm_cache_async", None)
     if pause is None or clear_encoder_cache is None:
@@ -294,10 +347,10 @@ async def _pause_idle(scope: Scope) -> bool:
     return True
 
 
-async def _call(app: App, scope: Scope, path: str, body: bytes, query: bytes) -> tuple[int, bytes]:
+async def _call(app: App, scope: Scope, path: str, body: bytes, query: bytes, method: str = "POST") -> tuple[int, bytes]:
     headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"content-type", b"transfer-encoding")]
     headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    inner = {**scope, "method": "POST", "path": path, "raw_path": path.encode(), "query_string": query, "headers": headers}
+    inner = {**scope, "method": method, "path": path, "raw_path": path.encode(), "query_string": query, "headers": headers}
     for key in ("route", "endpoint", "path_params", "router"):
         inner.pop(key, None)
     status, chunks = 500, []
@@ -352,7 +405,10 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 async def _reply(send: Send, status: int, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
+    await _send_json(send, status, json.dumps(content).encode())
+
+
+async def _send_json(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

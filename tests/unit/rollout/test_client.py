@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from vime.errors import DeadlineError, EngineError
-from vime.rollout.client import Completion, GenerateClient, RetryableError, parse_generation
+from vime.rollout.client import WHOLE_ANSWER, Completion, GenerateClient, RetryableError, parse_generation
 from vime.types import PolicyVersion, SampleStatus, VersionSpan
 
 PARAMS = {"temperature": 1.0, "max_tokens": 4, "logprobs": 0, "detokenize": False}
@@ -55,7 +55,8 @@ async def test_a_request_carries_tokens_parameters_seed_and_ids() -> None:
 
     async with serving(handler) as url, GenerateClient(url, "key", timeout_s=5) as client:
         generation = await client.generate((5, 6), n=2, params=PARAMS, seed=40, request_id="r1", session_id="s1")
-    assert seen["body"] == {"token_ids": [5, 6], "sampling_params": {**PARAMS, "n": 2, "seed": 40}, "request_id": "r1"}
+    asked = {**WHOLE_ANSWER, **PARAMS, "n": 2, "seed": 40, "extra_args": {"vime_answer": "flat"}}
+    assert seen["body"] == {"token_ids": [5, 6], "sampling_params": asked, "request_id": "r1"}
     assert seen["headers"]["Authorization"] == "Bearer key"
     assert seen["headers"]["x-session-id"] == "s1"
     assert [c.index for c in generation.choices] == [0, 1]
