@@ -1,16 +1,16 @@
-"""One trainer rank as a process of its own: reads a job (JSON), trains, writes what it saw (JSON).
-
-Run by the tests beside it: `python trainer_rank.py JOB OUT`.
-"""
+"""One trainer rank in a process of its own: trains and writes what it saw (JSON)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
+
+import ring_rank
+import torch
 
 from vime.config.schema import GrpoSection, OptimizerSection, TrainerSection
 from vime.facts.collectives import CollectiveSpec
@@ -51,10 +51,12 @@ def setup_of(job: dict[str, Any]) -> TrainerSetup:
     section = TrainerSection(
         optimizer=OptimizerSection(lr=1e-3, warmup_steps=2, decay="linear", weight_decay=0.01, clip_grad=0.5),
         megatron=job.get("megatron", {}),
+        recompute=job.get("recompute", "none"),
+        max_tokens_per_micro_batch=job.get("max_tokens", 8192),
     )
     return TrainerSetup(
         model_path=Path(job["model"]),
-        dtype="float32",
+        dtype=job.get("dtype", "float32"),
         parallel=Parallel(**job["parallel"]),
         rank=job["rank"],
         world=job["world"],
@@ -77,6 +79,10 @@ def setup_of(job: dict[str, Any]) -> TrainerSetup:
     )
 
 
+def digest(tensor: Any) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 def main(job: dict[str, Any]) -> dict[str, Any]:
     from vime.trainer.megatron.worker import MegatronWorker
 
@@ -91,7 +97,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             worker.save(Path(job["save"]))
     names = [t.name for t in worker.manifest().tensors]
     held = [name for name, _ in worker.weights()]
-    digests = {n: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for n, t in worker.weights_on_first_rank()}
+    digests = {n: digest(t) for n, t in worker.weights_on_first_rank()}
     result = {
         "metrics": metrics,
         "log_probs": worker.log_probs(job["sequences"]),
@@ -99,13 +105,21 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         "manifest": names,
         "held": held,
         "digests": digests,
+        "digests_on_every_rank": {n: digest(t) for n, t in worker.weights_on_every_rank()},
         "is_writer": worker.is_writer,
     }
+    if job.get("rings"):
+        result["rings"] = ring_rank.received(worker, job, digest)
     if job.get("save_hf"):
         worker.save_hf(Path(job["save_hf"]))
     worker.close()
     return result
 
 
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
+def run(job: dict[str, Any], out: Path, log: Path) -> None:
+    """Do a job in this process, whose output goes to `log`."""
+    with log.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    torch.set_num_threads(1)
+    out.write_text(json.dumps(main(job)))

@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Qwen3Shape:
-    """Sizes of a dense Qwen3.
+    """Sizes of a Qwen3: dense, or with `experts` a mixture of them in every layer, each `ffn` wide.
 
     vLLM's host attention accepts a `head_dim` of 32 or 64 (16 and 24 are refused).
     """
@@ -47,6 +47,8 @@ class Qwen3Shape:
     tied: bool = True
     max_positions: int = 2048
     init_std: float = 0.02
+    experts: int = 0
+    experts_per_token: int = 2
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -144,10 +146,15 @@ def _qwen3_weights(shape: Qwen3Shape, seed: int) -> dict[str, np.ndarray]:
             f"{prefix}.self_attn.q_norm.weight": ones(shape.head_dim),
             f"{prefix}.self_attn.k_norm.weight": ones(shape.head_dim),
             f"{prefix}.post_attention_layernorm.weight": ones(hidden),
-            f"{prefix}.mlp.gate_proj.weight": matrix(shape.ffn, hidden),
-            f"{prefix}.mlp.up_proj.weight": matrix(shape.ffn, hidden),
-            f"{prefix}.mlp.down_proj.weight": matrix(hidden, shape.ffn),
         }
+        if shape.experts:
+            weights[f"{prefix}.mlp.gate.weight"] = matrix(shape.experts, hidden)
+        for mlp in [f"{prefix}.mlp.experts.{i}" for i in range(shape.experts)] or [f"{prefix}.mlp"]:
+            weights |= {
+                f"{mlp}.gate_proj.weight": matrix(shape.ffn, hidden),
+                f"{mlp}.up_proj.weight": matrix(shape.ffn, hidden),
+                f"{mlp}.down_proj.weight": matrix(hidden, shape.ffn),
+            }
     weights["model.norm.weight"] = ones(hidden)
     if not shape.tied:
         weights["lm_head.weight"] = matrix(shape.vocab_size, hidden)
@@ -156,8 +163,7 @@ def _qwen3_weights(shape: Qwen3Shape, seed: int) -> dict[str, np.ndarray]:
 
 def _qwen3_config(shape: Qwen3Shape) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        **_architecture(shape),
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn,
@@ -178,6 +184,21 @@ def _qwen3_config(shape: Qwen3Shape) -> dict[str, Any]:
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
         "torch_dtype": "float32",
+    }
+
+
+def _architecture(shape: Qwen3Shape) -> dict[str, Any]:
+    if not shape.experts:
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.ffn,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 

@@ -29,9 +29,9 @@ class Join(StrEnum):
 class NameRow:
     """One row of a name table.
 
-    `megatron` is a parameter name with `{layer}` where the layer's number stands; `names` are its Hugging Face parts.
-    `tp_dim` is the dimension that tensor parallelism splits (None: every rank holds all of it); `is_vocab` marks
-    tensors whose dim 0 is the padded vocabulary.
+    `megatron` is a parameter name with `{layer}` where the layer's number stands and `{expert}` where the expert's does;
+    `names` are its Hugging Face parts. `tp_dim` is the dimension that tensor parallelism splits, inside an expert that of
+    the experts (None: every rank holds all of it); `is_vocab` marks tensors whose dim 0 is the padded vocabulary.
     """
 
     megatron: str
@@ -40,17 +40,20 @@ class NameRow:
     tp_dim: int | None = None
     is_vocab: bool = False
 
+    @property
+    def is_expert(self) -> bool:
+        """The parameter belongs to one expert; expert parallelism spreads the experts over ranks."""
+        return "{expert}" in self.megatron
+
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches the Megatron name; group `layer` is the layer's number."""
-        return re.compile(re.escape(self.megatron).replace(re.escape("{layer}"), r"(?P<layer>\d+)") + r"\Z")
+        """Matches the Megatron name; groups `layer` and `expert` are the numbers in it."""
+        return _pattern(self.megatron)
 
     @cached_property
     def part_patterns(self) -> tuple[re.Pattern[str], ...]:
         """Match the Hugging Face names, in the order of `names`."""
-        return tuple(
-            re.compile(re.escape(name).replace(re.escape("{layer}"), r"(?P<layer>\d+)") + r"\Z") for name in self.names
-        )
+        return tuple(_pattern(name) for name in self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +71,39 @@ class NameTable:
     rows: tuple[NameRow, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
 
-    def to_hf(self, megatron: str, *, layer_offset: int = 0) -> tuple[NameRow, tuple[str, ...]]:
-        """The row and Hugging Face names of a Megatron parameter; `layer_offset` is the first layer of its stage.
+    def to_hf(self, megatron: str, *, layer_offset: int = 0, expert_offset: int = 0) -> tuple[NameRow, tuple[str, ...]]:
+        """The row and Hugging Face names of a Megatron parameter.
 
-        Raises ConfigError for a parameter that the family does not know.
+        `layer_offset` is the first layer of its stage, `expert_offset` the first expert of its rank. Raises ConfigError for
+        a parameter that the family does not know.
         """
+        offsets = {"layer": layer_offset, "expert": expert_offset}
         for row in self.rows:
             if match := row.pattern.match(megatron):
-                layer = match.groupdict().get("layer")
-                number = "" if layer is None else str(int(layer) + layer_offset)
-                return row, tuple(name.replace("{layer}", number) for name in row.names)
+                numbers = {key: str(int(number) + offsets[key]) for key, number in match.groupdict().items()}
+                return row, tuple(_filled(name, numbers) for name in row.names)
         raise ConfigError(f"no Hugging Face name for the parameter {megatron}", fix="add a row to the family's name table")
 
     def to_megatron(self, name: str) -> tuple[NameRow, str, int]:
-        """The row, the Megatron name (global layer number) and the position among its parts of a Hugging Face name.
+        """The row, the Megatron name (global numbers) and the position among its parts of a Hugging Face name.
 
         Raises ConfigError for a tensor that the family does not know.
         """
         for row in self.rows:
             for position, pattern in enumerate(row.part_patterns):
                 if match := pattern.match(name):
-                    layer = match.groupdict().get("layer") or ""
-                    return row, row.megatron.replace("{layer}", layer), position
+                    return row, _filled(row.megatron, match.groupdict()), position
         raise ConfigError(f"no Megatron parameter for the tensor {name}", fix="add a row to the family's name table")
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\{(layer|expert)\\}", r"(?P<\1>\\d+)", re.escape(name)) + r"\Z")
+
+
+def _filled(name: str, numbers: Mapping[str, str]) -> str:
+    for key, number in numbers.items():
+        name = name.replace(f"{{{key}}}", number)
+    return name
 
 
 class Family(Protocol):

@@ -50,7 +50,12 @@ class Qwen3:
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
         """Sizes, with the parameter count in closed form."""
         self._check(config)
-        layers, hidden, ffn = (require(config, k) for k in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+        ffn = require(config, "intermediate_size")
+        return self._sizes(config, ffn=ffn, mlp=3 * ffn)
+
+    def _sizes(self, config: Mapping[str, Any], *, ffn: int, mlp: int, experts: tuple[int, int, int] = (0, 0, 0)) -> ModelShape:
+        """`mlp` counts a layer's feed-forward parameters in vectors of the hidden size; `experts` as in `ModelShape`."""
+        layers, hidden = require(config, "num_hidden_layers"), require(config, "hidden_size")
         heads, vocab = require(config, "num_attention_heads"), require(config, "vocab_size")
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
@@ -58,7 +63,7 @@ class Qwen3:
             raise ConfigError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
         tied = bool(config.get("tie_word_embeddings", False))
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads) + 2 * head_dim
-        per_layer = attention + 3 * hidden * ffn + 2 * hidden
+        per_layer = attention + mlp * hidden + 2 * hidden
         return ModelShape(
             family=self.name,
             layers=layers,
@@ -71,6 +76,9 @@ class Qwen3:
             tied_embeddings=tied,
             parameters=layers * per_layer + hidden + vocab * hidden * (1 if tied else 2),
             max_positions=int(config.get("max_position_embeddings") or 32768),
+            experts=experts[0],
+            experts_per_token=experts[1],
+            expert_ffn=experts[2],
         )
 
     def rotary(self, config: Mapping[str, Any]) -> Rotary:

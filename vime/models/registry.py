@@ -9,10 +9,10 @@ from typing import Any
 
 from vime.errors import ConfigError
 from vime.facts.model import ModelShape
-from vime.models import qwen3
+from vime.models import qwen3, qwen3_moe
 from vime.models.base import Family
 
-FAMILIES: tuple[Family, ...] = (qwen3.FAMILY,)
+FAMILIES: tuple[Family, ...] = (qwen3.FAMILY, qwen3_moe.FAMILY)
 
 
 def supported_architectures() -> tuple[str, ...]:

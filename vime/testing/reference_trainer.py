@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from vime.weights.manifest import build_manifest
-from vime.weights.protocol import merge_stage_info
+from vime.weights.merge import merge_stage_info
 
 
 class ReferenceTrainer:
-    """A `TrainerLink` over a transformers model in this process.
+    """A `TrainerLink` over a transformers model in this process, which does what it is asked in order, as a rank does.
 
-    `after_stage` runs between staging and the engines' update, where a transport can be tampered with.
+    `after_stage` runs between staging and the engines' update, where a transport can be tampered with; `before_keep` when
+    the copy for later engines begins.
     """
 
     def __init__(self, model_path: Any, half_for: Callable[[Any], Any]) -> None:
@@ -27,11 +30,16 @@ class ReferenceTrainer:
         self.half = half_for(self.manifest)
         self.streams = self.half.streams
         self.after_stage: Callable[[], None] | None = None
+        self.before_keep: Callable[[], None] | None = None
+        self._rank = ThreadPoolExecutor(1)
         self._generator = torch.Generator().manual_seed(1)
 
-    @torch.no_grad()
     def perturb(self) -> None:
-        """Change every tensor, as a training step does, by about 5 %."""
+        """Change every tensor, as a training step does, by about 5 %; after what the rank was asked before."""
+        self._rank.submit(self._step).result()
+
+    @torch.no_grad()
+    def _step(self) -> None:
         for param in self.weights.values():
             param.mul_(1 + 0.05 * torch.randn(param.shape, generator=self._generator))
 
@@ -39,16 +47,29 @@ class ReferenceTrainer:
         return self.half.init_info(receivers)
 
     async def connect(self) -> None:
-        await asyncio.to_thread(self.half.connect)
+        await self._ask(self.half.connect)
 
     async def stage(self, version: str, fingerprint: bool) -> Any:
-        info = self.half.stage(self.weights.items(), version=version, fingerprint=fingerprint)
+        stage = functools.partial(self.half.stage, self.weights.items(), version=version, fingerprint=fingerprint)
+        info = await self._ask(stage)
         if self.after_stage is not None:
             self.after_stage()
         return merge_stage_info([info], len(self.weights))
 
-    async def stream(self) -> None:
-        await asyncio.to_thread(self.half.stream, ())
+    async def stream(self, *, kept: bool = False) -> None:
+        await self._ask(functools.partial(self.half.stream, () if kept else self.weights.items()))
+
+    def keep(self) -> Awaitable[None]:
+        return self._ask(self._keep)
+
+    def _keep(self) -> None:
+        if self.before_keep is not None:
+            self.before_keep()
+        self.half.keep(self.weights.items())
+
+    def _ask(self, call: Callable[[], Any]) -> Awaitable[Any]:
+        """The rank takes the call now; the result comes when it is awaited."""
+        return asyncio.get_running_loop().run_in_executor(self._rank, call)
 
     @torch.no_grad()
     async def probe_log_probs(self, sequences: Any) -> Any:
@@ -57,13 +78,18 @@ class ReferenceTrainer:
         return log_probs.gather(-1, ids[:, 1:, None])[..., 0].tolist()
 
     def close(self) -> None:
+        self._rank.shutdown(wait=True, cancel_futures=True)
         self.half.close()
 
 
 class SpoilingWorker:
-    """A vLLM worker extension: changes a parameter of the loaded model."""
+    """A vLLM worker extension: changes a parameter of the loaded model, and says how updates are loaded."""
 
     model_runner: Any
+    weight_transfer_engine: Any
+
+    def loads_in_place(self) -> bool:
+        return bool(self.weight_transfer_engine._in_place)
 
     def spoil(self, name: str) -> float:
         param = dict(self.model_runner.model.named_parameters())[name]

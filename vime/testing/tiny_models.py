@@ -21,6 +21,8 @@ class Qwen3Sizes(TypedDict, total=False):
     ffn: int
     max_positions: int
     init_std: float
+    experts: int
+    experts_per_token: int
 
 
 def make_tiny_qwen3(directory: str | Path, *, seed: int = 0, tied: bool = True, **sizes: Unpack[Qwen3Sizes]) -> Path:
@@ -45,3 +47,9 @@ def make_tiny_qwen3(directory: str | Path, *, seed: int = 0, tied: bool = True, 
     save_tokenizer(tokenizer, folder, max_length=shape.max_positions)
     save_qwen3(folder, shape, seed=seed)
     return folder
+
+
+def make_tiny_qwen3_moe(directory: str | Path, *, seed: int = 0, tied: bool = False, **sizes: Unpack[Qwen3Sizes]) -> Path:
+    """Like `make_tiny_qwen3`, with 2 layers of 8 experts, 2 of them for a token, unless `sizes` say otherwise."""
+    chosen: Qwen3Sizes = {"layers": 2, "experts": 8, "experts_per_token": 2, "ffn": 64, **sizes}
+    return make_tiny_qwen3(directory, seed=seed, tied=tied, **chosen)

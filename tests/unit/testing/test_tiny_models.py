@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from vime.errors import DataError
-from vime.testing.tiny_models import make_tiny_qwen3
+from vime.models.registry import read_shape
+from vime.testing.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
 
 
 def parameters(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, tied: bool) -> int:
@@ -62,3 +63,14 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_a_vocabulary_below_the_tokenizers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="vocab_size 256 is smaller than the byte tokenizer's 260"):
         make_tiny_qwen3(tmp_path, vocab_size=256)
+
+
+def test_a_mixture_has_the_sizes_of_its_family(tmp_path: Path) -> None:
+    folder = make_tiny_qwen3_moe(tmp_path / "tiny", hidden=32, ffn=24)
+    weights = load_file(folder / "model.safetensors")
+    shape = read_shape(folder)
+    assert (shape.family, shape.layers, shape.experts, shape.experts_per_token) == ("qwen3_moe", 2, 8, 2)
+    assert sum(w.size for w in weights.values()) == shape.parameters
+    assert weights["model.layers.1.mlp.gate.weight"].shape == (8, 32)
+    assert weights["model.layers.0.mlp.experts.7.down_proj.weight"].shape == (32, 24)
+    assert "model.layers.0.mlp.gate_proj.weight" not in weights

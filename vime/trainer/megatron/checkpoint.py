@@ -114,9 +114,10 @@ def _sharded(state: TrainState, *, is_loading: bool, with_random_state: bool) ->
 
 def _content(state: TrainState) -> dict[str, Any]:
     axes = state.axes
+    experts = [axes.ep_size, axes.etp_size] if state.model.shape.experts else []
     return {
         "format": FORMAT,
-        "layout": [axes.tp_size, axes.pp_size, axes.dp_size],
+        "layout": [axes.tp_size, axes.pp_size, axes.dp_size, *experts],
         "model": dataclasses.asdict(state.model.shape),
         "dtype": str(state.model.config.params_dtype),
     }

@@ -15,6 +15,7 @@ from vime.facts.model import ModelShape
 from vime.facts.process import MegatronAdaptation
 from vime.models.base import Family
 from vime.trainer.megatron.attention import block_spec
+from vime.trainer.megatron.experts import UNSUPPORTED, check_experts, expert_values, mark_expert
 from vime.trainer.megatron.parallel import Axes
 from vime.trainer.megatron.rotary import use_pack_tables
 from vime.trainer.setup import TrainerSetup
@@ -35,6 +36,11 @@ OWNED = {
     "pipeline_model_parallel_size": "the topology's parallel.pp",
     "context_parallel_size": "the topology's parallel.cp",
     "expert_model_parallel_size": "the topology's parallel.ep",
+    "expert_tensor_parallel_size": "the topology's parallel.etp",
+    "num_moe_experts": "config.json",
+    "moe_router_topk": "config.json",
+    "moe_ffn_hidden_size": "config.json",
+    "moe_layer_freq": "config.json",
     "recompute_granularity": "trainer.recompute",
     "calculate_per_token_loss": "algorithm.loss_mean",
 }
@@ -49,6 +55,8 @@ _ADVICE = {
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
+    # Without a plan that decides, nothing is recomputed.
+    "auto": {},
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
@@ -65,10 +73,13 @@ def transformer_values(setup: TrainerSetup, family: Family, hf_config: Mapping[s
     """Every field of the transformer config that is not left at megatron-core's default.
 
     Later layers win: vime's own, the family's, `trainer.megatron`, the platform's overrides. Raises ConfigError for keys
-    of `trainer.megatron` that megatron-core does not know or that vime owns.
+    of `trainer.megatron` that megatron-core does not know or that vime owns, TrainerError for experts that do not divide.
     """
-    values = {**_own_values(setup), **family.transformer_values(hf_config), **checked_passthrough(setup.trainer.megatron)}
+    shape = family.shape(hf_config)
+    values = {**_own_values(setup), **expert_values(shape, setup.parallel), **family.transformer_values(hf_config)}
+    values |= checked_passthrough(setup.trainer.megatron)
     values |= {name: override.value for name, override in setup.adaptation.overrides.items()}
+    check_experts(shape, setup.parallel, values)
     activation = values.get("activation_func")
     if isinstance(activation, str):
         values["activation_func"] = getattr(torch.nn.functional, activation)
@@ -86,6 +97,8 @@ def checked_passthrough(section: Mapping[str, Any]) -> dict[str, Any]:
     for key in section:
         if key in OWNED:
             problems.append(f"trainer.megatron.{key} is set by {OWNED[key]}")
+        elif key in UNSUPPORTED:
+            problems.append(f"trainer.megatron.{key} is not supported: {UNSUPPORTED[key]}")
         elif key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
@@ -207,20 +220,23 @@ def build_model(
         rotary_base=int(rotary.base) if rotary.base.is_integer() else rotary.base,  # type: ignore[arg-type]
         parallel_output=True,
     ).to(device)
-    _mark_sharded(bare, family)
+    _mark_parameters(bare, family)
     select = _replace_head(bare, axes, config) if axes.is_last_stage else None
     return Model(bare, config, family, shape, hf_config, select)
 
 
-def _mark_sharded(bare: Any, family: Family) -> None:
-    """Say which parameters tensor parallelism splits; megatron-core does so only while it draws weights.
+def _mark_parameters(bare: Any, family: Family) -> None:
+    """Say which parameters tensor parallelism splits and which are experts.
 
+    megatron-core marks sharded parameters only while it draws weights.
     Without the mark a sharded parameter counts as a copy, and gradient norms leave out all ranks but the first.
     """
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
     for name, param in bare.named_parameters():
         row, _ = family.table.to_hf(name)
+        if row.is_expert:
+            mark_expert(param)
         if row.tp_dim is not None and not hasattr(param, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(param, is_parallel=True, dim=row.tp_dim, stride=1)
 

@@ -22,7 +22,11 @@ from vime.trainer.setup import TrainerSetup
 
 @dataclass(frozen=True)
 class Axes:
-    """This rank's place in the mesh and the process groups of its axes."""
+    """This rank's place in the mesh and the process groups of its axes.
+
+    Inside a pipeline stage the ranks are laid out twice: as tp x dp for dense parameters, and as etp x ep x what is left for
+    experts, each axis before it varying faster.
+    """
 
     tp_rank: int
     tp_size: int
@@ -34,6 +38,12 @@ class Axes:
     tp_group: Any
     pp_group: Any
     dp_group: Any
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
+    ep_group: Any
+    etp_group: Any
 
     @property
     def is_first_stage(self) -> bool:
@@ -63,9 +73,21 @@ def check_parallel(setup: TrainerSetup) -> None:
             f"but the role has {setup.world} ranks",
             fix="make the product of the axes equal to the number of devices",
         )
-    for axis in ("cp", "ep"):
-        if getattr(parallel, axis) > 1:
-            raise TrainerError(f"the trainer does not support {axis} {getattr(parallel, axis)}", fix=f"set {axis} to 1")
+    if parallel.cp > 1:
+        raise TrainerError(f"the trainer does not support cp {parallel.cp}", fix="set cp to 1")
+    stage, experts = parallel.tp * parallel.dp, parallel.ep * parallel.etp
+    if stage % experts:
+        raise TrainerError(
+            f"ep {parallel.ep} x etp {parallel.etp} is {experts}, which does not divide tp {parallel.tp} x dp {parallel.dp} "
+            f"= {stage} ranks of a pipeline stage",
+            fix=f"choose ep and etp whose product divides {stage}",
+        )
+    if parallel.etp > 1 and (parallel.ep > 1 or parallel.etp != parallel.tp):
+        raise TrainerError(
+            f"etp {parallel.etp} with ep {parallel.ep} and tp {parallel.tp}: the ranks of an expert would gather unequal "
+            "numbers of tokens, which not every collective backend can",
+            fix="set etp to 1, or etp to tp and ep to 1",
+        )
 
 
 def start_process_group(setup: TrainerSetup, runtime: DeviceRuntime) -> None:
@@ -109,6 +131,7 @@ def start_model_parallel(setup: TrainerSetup) -> Axes:
         expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=max(1, round(setup.collective.timeout_s / 60)),
     )
+    etp_group: Any = parallel_state.get_expert_tensor_parallel_group()
     return Axes(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel.tp,
@@ -120,6 +143,12 @@ def start_model_parallel(setup: TrainerSetup) -> Axes:
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel.ep,
+        etp_rank=etp_group.rank(),
+        etp_size=parallel.etp,
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        etp_group=etp_group,
     )
 
 

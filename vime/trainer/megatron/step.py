@@ -15,7 +15,7 @@ from vime.algorithms.base import Algorithm, LossSums, TokenBatch
 from vime.errors import TrainerError
 from vime.trainer.megatron.logprobs import Head, HeadScores, score_rows
 from vime.trainer.megatron.model import Model
-from vime.trainer.megatron.packing import Pack, Targets
+from vime.trainer.megatron.packing import ALIGNMENT, Pack, PackShape, Targets, make_pack
 from vime.trainer.megatron.parallel import Axes
 
 Job = tuple[Pack, "MicroBatch | None"]
@@ -38,6 +38,7 @@ class Passes:
         self._model, self._wrapped, self._axes = model, wrapped, axes
         self._algorithm = algorithm
         self._temperature, self._chunk_rows = temperature, chunk_rows
+        self._shape = PackShape(ALIGNMENT * axes.tp_size, model.shape.vocab, next(model.bare.parameters()).device)
 
     def train(self, jobs: Sequence[tuple[Pack, MicroBatch]]) -> list[LossSums]:
         """Forward and backward; gradients end up reduced over all ranks. Sums of each micro-batch on the last stage."""
@@ -48,6 +49,7 @@ class Passes:
     def score(self, packs: Sequence[Pack], *, temperature: float, greedy: bool = False) -> list[HeadScores]:
         """Forward alone. HeadScores of each pack on the last stage, nothing elsewhere."""
         self._wrapped.eval()
+        todo = [*packs, *[make_pack([], [], self._shape)] * self._missing(len(packs))]
 
         def forward_step(jobs: Iterator[Job], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             pack, _ = next(jobs)
@@ -59,7 +61,15 @@ class Passes:
 
             return output, finish
 
-        return self._run([(pack, None) for pack in packs], forward_step, forward_only=True)
+        return self._run([(pack, None) for pack in todo], forward_step, forward_only=True)[: len(packs)]
+
+    def _missing(self, packs: int) -> int:
+        """Packs of padding that this rank adds where others have more: a layer of experts takes all ranks at once."""
+        if not self._model.shape.experts or self._axes.dp_size == 1:
+            return 0
+        most = torch.tensor(packs)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._axes.dp_group)
+        return int(most) - packs
 
     def _train_step(self, jobs: Iterator[Any], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         pack, micro_batch = next(jobs)

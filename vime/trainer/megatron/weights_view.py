@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +32,18 @@ _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.ind
 
 @dataclass(frozen=True)
 class Entry:
-    """One local parameter: its row, Hugging Face names and the full shapes behind them. `is_copy`: held elsewhere too."""
+    """One local parameter: its row, Hugging Face names and the full shapes behind them. `is_copy`: held elsewhere too.
+
+    `groups` are the names that this place in the model stands for on each expert-parallel rank: one expert's a rank, or
+    `names` alone for a parameter that is no expert's.
+    """
 
     param: Tensor
     row: NameRow
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     is_copy: bool
+    groups: tuple[tuple[str, ...], ...]
 
 
 class WeightsView:
@@ -54,18 +60,28 @@ class WeightsView:
 
         table, shape = self._model.family.table, self._model.shape
         offset = get_transformer_layer_offset(self._model.config)
-        entries = []
+        each, entries = shape.experts // self._axes.ep_size, []
         for name, param in self._model.bare.named_parameters():
-            row, names = table.to_hf(name, layer_offset=offset)
+            row, _ = table.to_hf(name)
+            ranks = range(self._axes.ep_size) if row.is_expert else range(1)
+            groups = tuple(table.to_hf(name, layer_offset=offset, expert_offset=each * rank)[1] for rank in ranks)
+            names = groups[self._axes.ep_rank if row.is_expert else 0]
             is_copy = shape.tied_embeddings and names[0] in table.tied
-            entries.append(Entry(param, row, names, self._full_shapes(param, row), is_copy))
+            entries.append(Entry(param, row, names, self._full_shapes(param, row), is_copy, groups))
         return entries
+
+    def _split(self, row: NameRow) -> tuple[int, int, Any]:
+        """(rank, size, group) of the ranks that hold the shards of a parameter."""
+        axes = self._axes
+        if row.is_expert:
+            return axes.etp_rank, axes.etp_size, axes.etp_group
+        return axes.tp_rank, axes.tp_size, axes.tp_group
 
     def _full_shapes(self, param: Tensor, row: NameRow) -> tuple[tuple[int, ...], ...]:
         shape = self._model.shape
         sizes = list(param.shape)
         if row.tp_dim is not None:
-            sizes[row.tp_dim] *= self._axes.tp_size
+            sizes[row.tp_dim] *= self._split(row)[1]
         if row.is_vocab:
             sizes[0] = shape.vocab
         return tuple((rows, *sizes[1:]) for rows in _part_rows(row.join, sizes[0], shape))
@@ -86,7 +102,8 @@ class WeightsView:
 
     def _shard(self, full: Tensor, entry: Entry) -> Tensor:
         """This rank's part of a joined tensor; vocabulary rows are padded with zeros first."""
-        row, rank, size = entry.row, self._axes.tp_rank, self._axes.tp_size
+        row = entry.row
+        rank, size, _ = self._split(row)
         if row.is_vocab and (missing := entry.param.shape[0] * size - full.shape[0]):
             full = torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
         if row.tp_dim is None or size == 1:
@@ -97,7 +114,7 @@ class WeightsView:
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of this stage in manifest order; a collective over the tensor-parallel ranks.
+        """(name, full tensor) of this stage in manifest order; a collective over all ranks of the stage.
 
         A tensor may be a view of a parameter: copy it before the next update, and never take `.numpy()` of it, which would
         keep the parameter's storage from ever being freed. The copy of a tied tensor is left out.
@@ -105,15 +122,23 @@ class WeightsView:
         for entry in self.entries():
             if entry.is_copy:
                 continue
-            yield from zip(
-                entry.names, _parted(self._gathered(entry), entry.row.join, entry.shapes, self._model.shape), strict=True
-            )
+            for names, whole in zip(entry.groups, self._of_each_rank(entry, self._gathered(entry)), strict=True):
+                yield from zip(names, _parted(whole, entry.row.join, entry.shapes, self._model.shape), strict=True)
+
+    def _of_each_rank(self, entry: Entry, own: Tensor) -> list[Tensor]:
+        """The tensor of every expert-parallel rank for an expert, else this one alone."""
+        if len(entry.groups) == 1:
+            return [own]
+        parts = [torch.empty_like(own) for _ in entry.groups]
+        dist.all_gather(parts, own.contiguous(), group=self._axes.ep_group)
+        return parts
 
     def _gathered(self, entry: Entry) -> Tensor:
-        own, row, size = entry.param.detach(), entry.row, self._axes.tp_size
+        own, row = entry.param.detach(), entry.row
+        _, size, group = self._split(row)
         if row.tp_dim is not None and size > 1:
             parts = [torch.empty_like(own) for _ in range(size)]
-            dist.all_gather(parts, own.contiguous(), group=self._axes.tp_group)
+            dist.all_gather(parts, own.contiguous(), group=group)
             if row.join is Join.GATE_UP:
                 halves = [part.chunk(2) for part in parts]
                 own = torch.cat([half[side] for side in (0, 1) for half in halves])
@@ -128,7 +153,8 @@ class WeightsView:
                 (name, str(entry.param.dtype).removeprefix("torch."), shape)
                 for entry in self.entries()
                 if not entry.is_copy
-                for name, shape in zip(entry.names, entry.shapes, strict=True)
+                for names in entry.groups
+                for name, shape in zip(names, entry.shapes, strict=True)
             ]
             stages: list[Any] = [local]
             if self._axes.pp_size > 1:
@@ -153,9 +179,25 @@ class WeightsView:
                 for name in names if writer != 0 else ():
                     yield name, self._receive(manifest[name], writer)
 
+    @torch.no_grad()
+    def on_every_rank(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of the whole model in manifest order on every rank, which must exhaust it.
+
+        Gathered inside a stage, then broadcast from there over each pipeline.
+        """
+        manifest = {spec.name: spec for spec in self.manifest().tensors}
+        for stage, (sender, names) in enumerate(self._stage_writers()):
+            own = self.full_tensors() if stage == self._axes.pp_rank else ((name, None) for name in names)
+            for name, tensor in own:
+                whole = self._empty(manifest[name]) if tensor is None else tensor
+                if self._axes.pp_size > 1:
+                    whole = whole.contiguous()
+                    dist.broadcast(whole, src=sender, group=self._axes.pp_group)
+                yield name, whole
+
     def _stage_writers(self) -> list[tuple[int, tuple[str, ...]]]:
-        """(global rank of the writer, names) of every stage of the first pipeline."""
-        names = tuple(name for entry in self.entries() if not entry.is_copy for name in entry.names)
+        """(global rank, names) of every stage of this rank's pipeline; on rank 0 these ranks are the writers."""
+        names = tuple(n for entry in self.entries() if not entry.is_copy for group in entry.groups for n in group)
         if self._axes.pp_size == 1:
             return [(0, names)]
         gathered: list[Any] = [None] * self._axes.pp_size
@@ -163,10 +205,13 @@ class WeightsView:
         return gathered
 
     def _receive(self, spec: TensorSpec, writer: int) -> Tensor:
-        device = next(self._model.bare.parameters()).device
-        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        tensor = self._empty(spec)
         dist.recv(tensor, src=writer)
         return tensor
+
+    def _empty(self, spec: TensorSpec) -> Tensor:
+        device = next(self._model.bare.parameters()).device
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
 
     def save_hf(self, directory: Path, *, model_path: Path, dtype: str) -> None:
         """Write a Hugging Face folder: safetensors, config.json, and the tokenizer and other small files as they are.
@@ -176,13 +221,13 @@ class WeightsView:
         from safetensors.torch import save_file
 
         files = _shard_names(self.manifest())
-        pending: dict[str, dict[str, Tensor]] = {}
+        sizes, pending = Counter(files.values()), dict[str, dict[str, Tensor]]()
         if dist.get_rank() == 0:
             directory.mkdir(parents=True, exist_ok=True)
         for name, tensor in self.on_first_rank():
             file = files[name]
             pending.setdefault(file, {})[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            if len(pending[file]) == sum(other == file for other in files.values()):
+            if len(pending[file]) == sizes[file]:
                 save_file(pending.pop(file), directory / file, metadata={"format": "pt"})
         if dist.get_rank() == 0:
             _write_small_files(directory, model_path, hf_config={**self._model.hf_config}, dtype=dtype)

@@ -243,6 +243,11 @@ class MegatronWorker:
         self._residency.require(ROLE, [Tag.PARAMS], to="read weights")
         return self._view.on_first_rank()
 
+    def weights_on_every_rank(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of the whole model in manifest order on every rank; every rank must exhaust it."""
+        self._residency.require(ROLE, [Tag.PARAMS], to="read weights")
+        return self._view.on_every_rank()
+
     # ---- checkpoints
 
     def save(self, directory: Path) -> None:

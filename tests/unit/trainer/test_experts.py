@@ -1,0 +1,194 @@
+"""A mixture of experts on one real rank, beside transformers' own Qwen3 MoE; what cannot be trained is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vime.config.schema import OptimizerSection, SftSection, TrainerSection
+from vime.errors import ConfigError, TrainerError
+from vime.facts.process import Parallel
+from vime.testing.tiny_models import make_tiny_qwen3_moe
+from vime.trainer.megatron.experts import check_experts, expert_values
+from vime.trainer.megatron.model import checked_passthrough
+from vime.trainer.megatron.parallel import check_parallel
+from vime.types import TrainSample, UpdateWork
+
+VOCAB = 320
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_tiny_qwen3_moe(tmp_path_factory.mktemp("mixture") / "model", hidden=32, ffn=24, vocab_size=VOCAB)
+
+
+def reference(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def rows() -> list[TrainSample]:
+    """Without special tokens: transformers gives the padding token's embedding no gradient."""
+    draw = random.Random(5)
+
+    def ids(size: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(4, VOCAB) for _ in range(size))
+
+    return [TrainSample(ids(p), ids(r), (), (1,) * r, None, ()) for p, r in ((3, 5), (1, 9), (4, 1), (2, 16))]
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_logits_are_those_of_transformers(worker_of, folder, tmp_path, normalised):
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in folder.iterdir():
+        (model / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text()) | {"norm_topk_prob": normalised}
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps(config))
+    worker, other = worker_of(model, from_scratch_seed=None), reference(model)
+    ids = torch.tensor([[(7 * i) % VOCAB for i in range(24)]])
+    seen: list[torch.Tensor] = []
+    head = worker._model.head_weight
+    worker._model.bare.output_layer.register_forward_hook(lambda _module, _args, output: seen.append(output[0]))
+    worker.log_probs(ids.tolist())
+    with torch.no_grad():
+        theirs = other(ids).logits[0, :-1]
+        ours = seen[0][:, 0] @ head[:VOCAB].t()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert theirs.std() > 0.1
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_loss_and_gradient_norm_are_those_of_transformers(worker_of, folder, recompute):
+    section = TrainerSection(optimizer=OptimizerSection(lr=1e-3), recompute=recompute)
+    worker = worker_of(folder, from_scratch_seed=None, algorithm=SftSection(), trainer=section)
+    other, batch = reference(folder), rows()
+    count = sum(len(r.response_ids) for r in batch)
+    loss = torch.zeros(())
+    for row in batch:
+        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+        log_p = other(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        loss = loss - log_p[len(row.prompt_ids) - 1 :].sum() / count
+    loss.backward()
+    norm = torch.stack([p.grad.pow(2).sum() for p in other.parameters()]).sum().sqrt()
+    metrics = worker.train_step([UpdateWork((tuple(batch[:1]), tuple(batch[1:])), num_rollouts=4, num_tokens=count)])
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=2e-6)
+    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_weights_go_through_bit_for_bit(worker_of, folder, tmp_path):
+    worker = worker_of(folder, from_scratch_seed=None)
+    worker.save_hf(tmp_path / "saved")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
+    assert before.keys() == after.keys() == {t.name for t in worker.manifest().tensors}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_training_reaches_router_and_experts(worker_of, folder):
+    worker, batch = worker_of(folder, from_scratch_seed=None, algorithm=SftSection()), rows()
+    before = {name: tensor.clone() for name, tensor in worker.weights()}
+    worker.train_step([UpdateWork((tuple(batch),), num_rollouts=4, num_tokens=31)])
+    changed = {name for name, tensor in worker.weights() if not torch.equal(tensor, before[name])}
+    assert {f"model.layers.{i}.mlp.gate.weight" for i in (0, 1)} <= changed
+    assert {f"model.layers.1.mlp.experts.{i}.down_proj.weight" for i in range(8)} <= changed
+
+
+def test_bfloat16_keeps_the_router_in_float32(worker_of, folder):
+    worker, batch = worker_of(folder, from_scratch_seed=None, dtype="bfloat16", algorithm=SftSection()), rows()
+    logits: list[torch.Tensor] = []
+    router = worker._model.bare.decoder.layers[0].mlp.router
+    gating = router.gating
+    router.gating = lambda hidden: logits.append(gating(hidden)) or logits[-1]
+    metrics = worker.train_step([UpdateWork((tuple(batch),), num_rollouts=4, num_tokens=31)])
+    assert {x.dtype for x in logits} == {torch.float32}
+    assert metrics["train/grad_norm"] > 0.0
+    assert {t.dtype for t in worker.manifest().tensors} == {"bfloat16"}
+
+
+def test_parked_experts_come_back(worker_of, folder):
+    worker, batch = worker_of(folder, from_scratch_seed=None, algorithm=SftSection()), rows()
+    work = [UpdateWork((tuple(batch),), num_rollouts=4, num_tokens=31)]
+    straight = [worker.train_step(work) for _ in range(2)]
+    worker = worker_of(folder, from_scratch_seed=None, algorithm=SftSection())
+    first = worker.train_step(work)
+    tags = list(worker.memory_bytes())
+    worker.park(tags)
+    worker.wake(tags)
+    assert [first, worker.train_step(work)] == straight
+
+
+def test_a_checkpoint_with_experts_goes_on_bit_for_bit(worker_of, folder, tmp_path):
+    work = [UpdateWork((tuple(rows()),), num_rollouts=4, num_tokens=31)]
+    worker = worker_of(folder, from_scratch_seed=None, algorithm=SftSection())
+    worker.train_step(work)
+    worker.save(tmp_path / "checkpoint")
+    expected = worker.train_step(work)
+    resumed = worker_of(folder, algorithm=SftSection(), from_scratch_seed=3)
+    resumed.load(tmp_path / "checkpoint")
+    assert resumed.train_step(work) == expected
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "words"),
+    [
+        (Parallel(tp=2, ep=4), 2, "ep 4 x etp 1 is 4, which does not divide tp 2 x dp 1 = 2"),
+        (Parallel(dp=3, ep=2), 3, "ep 2"),
+        (Parallel(tp=2, dp=2, ep=2, etp=2), 4, "unequal numbers of tokens"),
+        (Parallel(dp=2, etp=2), 2, "unequal numbers of tokens"),
+    ],
+)
+def test_layouts_that_experts_cannot_take_are_refused(setup_of, tmp_path, parallel, world, words):
+    with pytest.raises(TrainerError, match=words):
+        check_parallel(setup_of(tmp_path, parallel=parallel, world=world))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [Parallel(dp=2, ep=2), Parallel(tp=2, ep=2), Parallel(tp=2, etp=2), Parallel(tp=2, dp=2, ep=4), Parallel(pp=2, dp=4, ep=4)],
+)
+def test_layouts_that_experts_can_take_are_not(setup_of, tmp_path, parallel):
+    check_parallel(setup_of(tmp_path, parallel=parallel, world=parallel.devices))
+
+
+def test_a_dense_model_has_no_experts_to_spread(worker_of):
+    from vime.models.qwen3 import FAMILY
+
+    config = {"hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    with pytest.raises(TrainerError, match="ep 2, but the model has no experts"):
+        check_experts(FAMILY.shape(config), Parallel(dp=2, ep=2), {})
+
+
+def test_settings_that_cannot_train_experts_are_refused(folder):
+    from vime.models.registry import read_shape
+
+    shape = read_shape(folder)
+    with pytest.raises(TrainerError, match="8 experts do not divide into ep 3"):
+        check_experts(shape, Parallel(dp=3, ep=3), {})
+    with pytest.raises(TrainerError, match="24 columns of an expert do not divide into etp 5"):
+        check_experts(shape, Parallel(tp=5, etp=5), {})
+    both = Parallel(tp=2, ep=2)
+    with pytest.raises(ConfigError, match="sequence_parallel is off"):
+        check_experts(shape, both, {"sequence_parallel": False})
+    with pytest.raises(ConfigError, match="allgather needs as many tokens"):
+        check_experts(shape, both, {"sequence_parallel": True, "moe_token_dispatcher_type": "allgather"})
+    check_experts(shape, both, expert_values(shape, both))
+
+
+@pytest.mark.parametrize(
+    "key", ["moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_grouped_gemm"]
+)
+def test_passed_through_keys_of_experts_are_refused_with_the_reason(key):
+    with pytest.raises(ConfigError, match=f"{key} is not supported: ."):
+        checked_passthrough({key: 1})
+    with pytest.raises(ConfigError, match=r"num_moe_experts is set by config\.json"):
+        checked_passthrough({"num_moe_experts": 4})
