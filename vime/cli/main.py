@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {
     "topology": "list, show and check topologies",
     "data": "make prompt files and tiny models",
     "report": "write the report of a run",
+    "bench": "measure a part beside its floor",
 }
 
 
