@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from vime.errors import DeadlineError, ProbeError, WeightSyncError
-from vime.facts.process import Parallel
+from vime.facts.process import Factory, Parallel
 from vime.platforms.cpu.engine import ARGS
 from vime.rollout.engine import ENGINE_NEEDS, EngineServer, EngineSpec
 from vime.testing.reference_trainer import ReferenceTrainer
@@ -23,7 +24,9 @@ from vime.types import PolicyVersion
 from vime.weights.control import EngineControl, Identity
 from vime.weights.probe import probe_ids
 from vime.weights.protocol import ProbeSettings, Publisher
+from vime.weights.transports.base import TransferContext
 from vime.weights.transports.collective import CollectiveTrainer
+from vime.weights.transports.device_ipc import DeviceIpcTrainer
 from vime.weights.transports.disk import DiskTrainer
 from vime.weights.transports.host_shm import HostShmTrainer
 
@@ -96,6 +99,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
             entry_points=("vime", "vime_cpu"),
             api_key="key",
             name=name,
+            halves={"device_ipc": Factory("vime.weights.transports.device_ipc:DeviceIpcEngine")},
         )
         served[name] = Served(EngineServer(spec), path)
     try:
@@ -144,6 +148,12 @@ def collective(manifest):
     return CollectiveTrainer(manifest=manifest, bucket_bytes=20_000, timeout_s=60)
 
 
+def device_ipc(manifest):
+    """Over memory of the host, which is what every process of a node can open."""
+    context = TransferContext("sync-tests", manifest, 0, "127.0.0.1", Path("/dev/shm"), 20_000, 60.0, lead={})
+    return DeviceIpcTrainer.from_context(context, exporter="vime.weights.transports.exporters:HostExporter")
+
+
 async def generate(served: Served, timeout_s: float = 30.0):
     """(status, version stamps) of an ordinary request."""
     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2, "temperature": 0, "ignore_eos": True}}
@@ -166,12 +176,13 @@ async def assert_held(served: Served) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "layerwise"])
-@pytest.mark.parametrize("transport", ["host_shm", "collective", "disk"])
+@pytest.mark.parametrize("transport", ["host_shm", "collective", "device_ipc", "disk"])
 @pytest.mark.parametrize("model", ["tied", "untied-tp2"])
 async def test_published_weights_give_the_trainers_log_probs(engines, tmp_path, model, transport, in_place):
     halves = {
         "host_shm": shm,
         "collective": collective,
+        "device_ipc": device_ipc,
         "disk": lambda m: DiskTrainer(run_id="t", manifest=m, directory=tmp_path),
     }
     async with Bench(engines[model], halves[transport], in_place=in_place) as bench:
@@ -179,6 +190,8 @@ async def test_published_weights_give_the_trainers_log_probs(engines, tmp_path, 
             report = await bench.publish(fingerprint=True, probe=True)
             assert report.probe_mean < 1e-5
             assert report.nbytes == sum(4 * p.numel() for p in bench.trainer.weights.values())
+        told = await bench.control._call("POST", "/collective_rpc", {"method": "loads_in_place"})
+        assert set(told["results"]) == {str(in_place)}, "this model is one that can be written in place"
         assert await generate(engines[model]) == (200, ["0.2"])
 
 
@@ -191,7 +204,11 @@ async def test_a_tensor_altered_on_its_way_is_named_and_nothing_is_served(engine
         spec = next(t for t in bench.trainer.manifest.tensors if t.name == "model.layers.1.mlp.down_proj.weight")
 
         def tamper() -> None:
-            bench.trainer.half._image.buffer[spec.offset + 5] ^= 1
+            """The segment, or where nothing is staged the tensor itself, which is then sent otherwise than its digest says."""
+            if transport == "host_shm":
+                bench.trainer.half._image.buffer[spec.offset + 5] ^= 1
+            else:
+                bench.trainer.weights[spec.name].data.view(torch.int32)[0, 0] ^= 1
 
         bench.trainer.after_stage = tamper
         with pytest.raises(
@@ -301,16 +318,62 @@ async def test_requests_wait_at_the_gate_and_are_answered_by_the_new_version(eng
         assert await asyncio.gather(*waiting) == [(200, ["0.2"])] * 3
 
 
-async def test_a_restarted_engines_admission_brings_the_last_published_weights(engines):
+@pytest.mark.parametrize("half", [shm, collective, device_ipc])
+async def test_a_restarted_engines_admission_brings_the_last_published_weights(engines, half):
+    """Although the trainer's are newer by then: the probe compares with the log-probs of the published ones."""
     served = engines["untied-tp2"]
-    for half in (shm, collective):
-        async with Bench(served, half) as bench:
-            await bench.publish(probe=True)
-            await bench.control.shut()
-            again = served.control()
-            await bench.publisher.admit(again)
-            assert await generate(served) == (200, ["0.1"])
-            await bench.control.close()
+    async with Bench(served, half) as bench:
+        await bench.publish(fingerprint=True, probe=True)
+        bench.trainer.perturb()
+        await bench.control.shut()
+        again = served.control()
+        await bench.publisher.admit(again)
+        assert await generate(served) == (200, ["0.1"])
+        await bench.control.close()
+
+
+@pytest.mark.parametrize("half", [collective, device_ipc])
+async def test_an_engine_that_restarts_while_its_copy_is_being_made_waits_for_it(engines, half):
+    served = engines["tied"]
+    async with Bench(served, half) as bench:
+        begun, go_on = threading.Event(), threading.Event()
+
+        def slowly() -> None:
+            begun.set()
+            assert go_on.wait(30)
+
+        bench.trainer.before_keep = slowly
+        await bench.publish(fingerprint=True, probe=True)
+        assert await generate(served) == (200, ["0.1"]), "the gate is open before the copy is whole"
+        await asyncio.to_thread(begun.wait, 30)
+        await bench.control.shut()
+        again = served.control()
+        admission = asyncio.create_task(bench.publisher.admit(again))
+        step = asyncio.create_task(asyncio.to_thread(bench.trainer.perturb))
+        await asyncio.sleep(0.2)
+        assert not admission.done()
+        assert not step.done(), "the rank copies first and steps then"
+        go_on.set()
+        await asyncio.gather(admission, step)
+        assert await generate(served) == (200, ["0.1"])
+        await bench.control.close()
+
+
+async def test_a_copy_that_could_not_be_made_surfaces_at_the_next_publish(engines):
+    served = engines["tied"]
+    async with Bench(served, collective) as bench:
+
+        def fail() -> None:
+            raise WeightSyncError("no memory of the host is left")
+
+        bench.trainer.before_keep = fail
+        await bench.publish()
+        assert await generate(served) == (200, ["0.1"])
+        bench.trainer.before_keep = None
+        with pytest.raises(WeightSyncError, match="no memory of the host is left"):
+            await bench.publish()
+        assert await generate(served) == (200, ["0.1"]), "the engine goes on serving what it has"
+        assert (await bench.publish(probe=True)).probe_mean < 1e-5
 
 
 async def test_temperature_one_prompt_log_probs_equal_a_log_softmax_for_every_token(engines):

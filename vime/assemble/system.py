@@ -271,6 +271,8 @@ class Roles:
 
     async def finish(self) -> None:
         """Save what the schedule's end did not: the last checkpoint of a run that stopped early, and the model."""
+        if not self.system.config.checkpoint.last:
+            return
         if self.system.fleet is not None and setups.sleep_level(self.system.plan):
             await self.system.fleet.stop()  # They hold the devices.
         await self.memory.to_train()
@@ -281,6 +283,8 @@ class Roles:
         """See `vime.rollout.vllm_rollout.SubmitGate`."""
         if self.shared is not None:
             await self.shared.wait_open()
+        if self.system.fleet is not None:
+            await self.system.fleet.wait_serving()
 
     @asynccontextmanager
     async def engine_turn(self) -> AsyncIterator[None]:
@@ -340,6 +344,7 @@ class Roles:
         metrics: dict[str, float] = {"perf/update_weights_wire_bytes": float(report.nbytes)}
         if report.probe_mean is not None and report.probe_max is not None:
             metrics |= {"sync/probe_abs_diff": report.probe_mean, "sync/probe_abs_diff_max": report.probe_max}
+        metrics |= {f"sync/engine_{phase}": seconds for phase, seconds in report.slowest_engine.items()}
         self.system.recorder.note(RowKind.SYNC, metrics=metrics, seconds=report.seconds)
 
     # ---- evaluation and checkpoints

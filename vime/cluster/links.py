@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from vime.cluster.trainer_process import TransferSetup
+from vime.cluster.trainer_process import HalfInfo, TransferSetup
 from vime.errors import DeadlineError, TrainerError, VimeError
 from vime.rollout.vllm_rollout import GroupOutcome
 from vime.rollout.worker import EvaluationResult, WorkerInfo
 from vime.types import PromptId
-from vime.weights.protocol import merge_stage_info
+from vime.weights.merge import merge_offers, merge_stage_info
 
 
 async def answer(call: Any, *, who: str, what: str, timeout_s: float | None = None) -> Any:
@@ -53,7 +53,9 @@ class TrainerLink:
         self._actors = list(actors)
         self._name = name
         self.streams = False
+        self._every_rank = False
         self._num_tensors = 0
+        self._sends, self._keeps = [False] * self.size, [False] * self.size
 
     @property
     def size(self) -> int:
@@ -72,20 +74,38 @@ class TrainerLink:
 
     async def open_transfer(self, transfer: TransferSetup) -> None:
         """Build the halves: rank 0's first, the other writers' with what rank 0 says of itself."""
-        self.streams, lead, self._num_tensors = await self._first("open_transfer", transfer, {})
-        await asyncio.gather(*(self._rank(rank, "open_transfer", transfer, lead) for rank in range(1, self.size)))
+        info: HalfInfo = await self._first("open_transfer", transfer, {})
+        self.streams, self._every_rank, self._num_tensors = info.streams, info.every_rank, info.num_tensors
+        await asyncio.gather(*(self._rank(rank, "open_transfer", transfer, info.lead) for rank in range(1, self.size)))
 
     async def init_info(self, receivers: int) -> Mapping[str, Any]:
+        if self._every_rank:
+            return merge_offers(await self.all("init_info", receivers))
         return await self._first("init_info", receivers)
 
     async def connect(self) -> None:
-        await self._first("connect_transfer")
+        """Finish the handshakes, and learn from which ranks engines take. Those ranks keep what they sent from then on."""
+        if not self._every_rank:
+            await self._first("connect_transfer")
+            return
+        self._sends = [count > 0 for count in await self.all("connect_transfer")]
+        self._keeps = [kept or sends for kept, sends in zip(self._keeps, self._sends, strict=True)]
 
     async def stage(self, version: str, fingerprint: bool) -> Mapping[str, Any]:
         return merge_stage_info(await self.all("stage", version, fingerprint), self._num_tensors)
 
-    async def stream(self) -> None:
-        await self._first("stream")
+    async def stream(self, *, kept: bool = False) -> None:
+        await self.all("stream", kept, any(self._sends[1:]))
+
+    def keep(self) -> Awaitable[None]:
+        """The calls are made here and not when the result is awaited: an actor's calls run in the order in which they were
+        made, so the next training step cannot begin before the copy is done.
+        """
+        on_every_rank = any(self._keeps[1:])
+        return self._each_done("keep", [actor.keep.remote(on_every_rank) for actor in self._actors])
+
+    async def _each_done(self, method: str, calls: Sequence[Any]) -> None:
+        await asyncio.gather(*(answer(call, who=self._who(rank), what=method) for rank, call in enumerate(calls)))
 
     async def probe_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.all("log_probs", sequences))[0]
@@ -95,7 +115,10 @@ class TrainerLink:
 
     async def _rank(self, rank: int, method: str, *words: Any, timeout_s: float | None = None) -> Any:
         call = getattr(self._actors[rank], method).remote(*words)
-        return await answer(call, who=f"trainer rank {rank} of {self._name}", what=method, timeout_s=timeout_s)
+        return await answer(call, who=self._who(rank), what=method, timeout_s=timeout_s)
+
+    def _who(self, rank: int) -> str:
+        return f"trainer rank {rank} of {self._name}"
 
 
 class RolloutWorkerLink:

@@ -20,8 +20,11 @@ class TrainerMemory(Protocol):
     """Called at the edges of a step, in this order; `to_train` also before anything else that needs the whole trainer.
 
     Calling one again changes nothing. Engines that share the devices must have left them before `to_train` and `to_publish`,
-    and wake their caches after `to_serve`.
+    and wake their caches after `to_serve`. `leaves`: in `to_serve` the trainer goes off the devices.
     """
+
+    @property
+    def leaves(self) -> bool: ...
 
     async def to_train(self) -> None: ...
 
@@ -32,6 +35,8 @@ class TrainerMemory(Protocol):
 
 class Resident:
     """Nothing moves. The bytes are logged once for every edge."""
+
+    leaves = False
 
     def __init__(self, link: TrainerLink, engine: EngineBytes, log: Log) -> None:
         self._link, self._engine, self._log = link, engine, log
@@ -57,6 +62,8 @@ class Parked:
 
     `away` is what has left already.
     """
+
+    leaves = True
 
     def __init__(self, link: TrainerLink, engine: EngineBytes, log: Log, *, away: Sequence[Tag] = ()) -> None:
         self._link, self._engine, self._log = link, engine, log

@@ -76,10 +76,12 @@ class Publishing:
             replaced = self._repair.replaced
             await self._publisher.vacate()
             await self._memory.to_publish()
+            leave = self._memory.to_serve if self._memory.leaves else None
             try:
-                return await self._publisher.publish(
-                    version, fingerprint=fingerprint, probe=probe, before_serving=self._memory.to_serve
-                )
+                report = await self._publisher.publish(version, fingerprint=fingerprint, probe=probe, before_serving=leave)
+                if leave is None:
+                    await self._memory.to_serve()
+                return report
             except (EngineError, WeightSyncError, DeadlineError) as error:
                 patience_s = DEATH_NOTICE_S if isinstance(error, EngineError) else 0.0
                 if not await self._repaired(replaced, patience_s):

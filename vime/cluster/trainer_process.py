@@ -14,7 +14,8 @@ from vime.facts.process import Factory
 from vime.platforms.discovery import ResolvedPlugin, impose
 from vime.trainer.setup import TrainerSetup
 from vime.types import Sample, TrainSample
-from vime.weights.transports.base import TransferContext
+from vime.weights.transports.base import NamedTensors, TransferContext
+from vime.weights.transports.flat import exhaust
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,16 @@ class TrainerInfo:
 
     pid: int
     memory_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class HalfInfo:
+    """What a rank says of its half: whether the transport streams, and from every rank; `lead` is rank 0's `init_info(0)`."""
+
+    streams: bool
+    every_rank: bool
+    lead: Mapping[str, Any]
+    num_tensors: int
 
 
 @dataclass(frozen=True)
@@ -104,11 +115,11 @@ class TrainerProcess:
 
     # ---- weights
 
-    def open_transfer(self, transfer: TransferSetup, lead: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any], int]:
-        """Build this rank's half if it has one; returns (streams, rank 0's info, tensors of the manifest)."""
+    def open_transfer(self, transfer: TransferSetup, lead: Mapping[str, Any]) -> HalfInfo:
+        """Build this rank's half if it has one. `lead` is what rank 0 says of itself, for the other ranks."""
         half_class = transfer.factory.load()
-        self._streams = half_class.streams
-        if self._setup.rank == 0 or (self.worker.is_writer and not self._streams):
+        self._streams, every_rank = half_class.streams, getattr(half_class, "every_rank", False)
+        if self._setup.rank == 0 or every_rank or (self.worker.is_writer and not self._streams):
             context = TransferContext(
                 run_id=transfer.run_id,
                 manifest=self._manifest,
@@ -120,26 +131,48 @@ class TrainerProcess:
                 lead=lead,
             )
             self._half = half_class.from_context(context, **transfer.factory.options)
-        return self._streams, self.init_info(0) if self._setup.rank == 0 else {}, len(self._manifest.tensors)
+        own = self.init_info(0) if self._setup.rank == 0 else {}
+        return HalfInfo(self._streams, every_rank, own, len(self._manifest.tensors))
 
     def init_info(self, receivers: int) -> Mapping[str, Any]:
         return self._half.init_info(receivers)
 
-    def connect_transfer(self) -> None:
-        self._half.connect()
+    def connect_transfer(self) -> int:
+        """Finish the handshake -> engine workers that take from this rank, where every rank sends."""
+        return self._half.connect() or 0
 
     def stage(self, version: str, fingerprint: bool) -> Mapping[str, Any]:
-        """Make the weights readable for engines; every rank takes part in gathering them."""
+        """Make the weights readable for engines; every rank takes part where they are gathered.
+
+        A half that streams reads them for digests only, so without `fingerprint` no rank does.
+        """
         weights = self.worker.weights_on_first_rank() if self._streams else self.worker.weights()
         if self._half is not None:
             return self._half.stage(weights, version=version, fingerprint=fingerprint)
-        for _ in weights:
-            pass
+        exhaust(weights if fingerprint or not self._streams else ())
         return {"tensors": 0}
 
-    def stream(self) -> None:
-        """Send what was staged while engines receive (broadcast transports, rank 0)."""
-        self._half.stream(())
+    def stream(self, kept: bool, on_every_rank: bool) -> None:
+        """Send the live weights while engines receive, or with `kept` the copy that `keep` made.
+
+        `on_every_rank`: other ranks than the first send as well, so all of them gather all weights.
+        """
+        weights = () if kept else self._whole(on_every_rank)
+        if self._half is not None:
+            self._half.stream(weights)
+        else:
+            exhaust(weights)
+
+    def keep(self, on_every_rank: bool) -> None:
+        """Copy the weights for engines that start later. Ray runs an actor's calls in order, so no step comes between."""
+        weights = self._whole(on_every_rank)
+        if self._half is not None:
+            self._half.keep(weights)
+        else:
+            exhaust(weights)
+
+    def _whole(self, on_every_rank: bool) -> NamedTensors:
+        return self.worker.weights_on_every_rank() if on_every_rank else self.worker.weights_on_first_rank()
 
     def close(self) -> None:
         if self._half is not None:

@@ -103,6 +103,7 @@ REGISTRY: tuple[Metric, ...] = (
     Metric("perf/update_weights_wire_bytes", "bytes", "Bytes that a weight update moved."),
     Metric("sync/probe_abs_diff", "nat", "Mean absolute difference of the probe's log-probs between trainer and engine."),
     Metric("sync/probe_abs_diff_max", "nat", "The largest such difference."),
+    Metric("sync/engine_{phase}", "s", "Time of the slowest engine in a phase of its update: start, update, finish."),
     Metric("sync/fingerprint_tensors", "tensors", "Tensors whose bytes were compared after the transfer."),
 )
 

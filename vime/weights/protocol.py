@@ -1,10 +1,13 @@
 """Publishing: from the trainer's weights to engines that serve them, with nothing in between served by mistake.
 
     prepare()   every gate shuts, running requests finish, the engines pause        (may run while the trainer works)
-    publish()   trainer's probe log-probs -> stage -> update all engines -> resume with the gate shut -> probe -> open
+    publish()   trainer's probe log-probs -> stage -> update all engines -> resume with the gate shut -> probe -> open -> keep
 
 Engines that leave the devices for the trainer sleep when they have paused; their weights wake before the update, the trainer
 leaves (`before_serving`), then their caches wake.
+
+A transport that streams sends from the trainer's own tensors. The copy for engines that start later (`keep`) is made once all
+gates are open, beside what the run does next, or before the trainer leaves, where it does.
 
 An engine that fails leaves all engines paused with their gates shut until a full publish succeeds.
 """
@@ -12,16 +15,16 @@ An engine that fails leaves all engines paused with their gates shut until a ful
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vime.config.schema import CheckSchedule
-from vime.errors import VimeError, WeightSyncError
+from vime.errors import VimeError
 from vime.types import PolicyVersion
 from vime.weights.control import EngineControl, PauseMode
 from vime.weights.probe import LogProbs, ProbeResult, compare, tolerance_for
+from vime.weights.waits import Clock, all_of, ended, mark_seen, try_for
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 """vLLM's tags of what a sleeping engine gives up, in the order in which they wake."""
@@ -33,8 +36,8 @@ REPAUSE_TIMEOUT_S = 5.0
 class TrainerLink(Protocol):
     """The trainer's half as the publisher sees it, over all ranks. Results of several ranks are already merged.
 
-    `merge_stage_info` merges what `TrainerHalf.stage` returns. `init_info` and `connect` are those of rank 0, and other
-    ranks are given the former (`TrainerHalf.attach`).
+    `vime.weights.merge` merges what halves of several ranks say. Where only rank 0 sends, `init_info` and `connect` are its
+    own, and other ranks are given the former (`TransferContext.lead`).
     """
 
     @property
@@ -46,20 +49,39 @@ class TrainerLink(Protocol):
 
     async def stage(self, version: str, fingerprint: bool) -> Mapping[str, Any]: ...
 
-    async def stream(self) -> None: ...
+    async def stream(self, *, kept: bool = False) -> None:
+        """Send the trainer's tensors, or with `kept` what `keep` took."""
+        ...
+
+    def keep(self) -> Awaitable[None]:
+        """Copy what was streamed for engines that start later (`TrainerHalf.keep`).
+
+        Every rank has been asked when this returns, not when it was awaited: a rank does what it is asked in order, so a
+        training step that is asked for afterwards cannot change the weights before they are copied.
+        """
+        ...
 
     async def probe_log_probs(self, sequences: Sequence[Sequence[int]]) -> LogProbs: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One publish. `seconds` by phase, in order and without overlap; `nbytes` is what one engine received."""
+    """One publish. `seconds` by phase, in order and without overlap; `nbytes` is what one engine received.
+
+    `engine_seconds`: by engine, what it spent on the phases of its update (start, update, finish).
+    """
 
     version: PolicyVersion
     seconds: Mapping[str, float]
     nbytes: int
     probe: Mapping[str, ProbeResult] = field(default_factory=dict)
     engine_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def slowest_engine(self) -> dict[str, float]:
+        """Seconds by phase of an update; in each phase those of the engine that was slowest in it."""
+        phases = {phase for seconds in self.engine_seconds.values() for phase in seconds}
+        return {p: max(s[p] for s in self.engine_seconds.values() if p in s) for p in sorted(phases)}
 
     @property
     def probe_mean(self) -> float | None:
@@ -74,28 +96,6 @@ class SyncReport:
 def is_due(schedule: CheckSchedule, count: int) -> bool:
     """Whether the `count`-th publish (from 1) is checked: the first few, then every Nth."""
     return count <= schedule.first or (schedule.every > 0 and count % schedule.every == 0)
-
-
-def merge_stage_info(infos: Iterable[Mapping[str, Any]], num_tensors: int) -> Mapping[str, Any]:
-    """Merge the ranks' `stage` results: mappings are joined, `tensors` summed, other entries must agree.
-
-    Raises WeightSyncError unless the ranks together staged every tensor of the manifest exactly once.
-    """
-    merged: dict[str, Any] = {"tensors": 0}
-    for rank, info in enumerate(infos):
-        for key, value in info.items():
-            if key == "tensors":
-                merged[key] += value
-            elif isinstance(value, Mapping):
-                merged.setdefault(key, {}).update(value)
-            elif merged.setdefault(key, value) != value:
-                raise WeightSyncError(f"trainer rank {rank} staged {key} {value}, another {merged[key]}", fix="report a bug")
-    if merged["tensors"] != num_tensors:
-        raise WeightSyncError(
-            f"the trainer staged {merged['tensors']} tensors, the manifest has {num_tensors}",
-            fix="every rank yields all tensors it owns, and no tensor has two owners",
-        )
-    return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,8 @@ class Publisher:
         self._held: dict[str, asyncio.Task[None]] = {}
         self._sleep_level = sleep_level
         self._asleep: dict[str, tuple[str, ...]] = {}
+        self._waking: set[str] = set()
+        self._keeping: asyncio.Future[None] | None = None
         self._lock = asyncio.Lock()
         self._nbytes = 0
         self._published: _Published | None = None
@@ -147,7 +149,7 @@ class Publisher:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """What the engines serve; None before the first publish and after a failed one."""
+        """What the engines serve and what is kept for new ones; None before the first publish and after a failed one."""
         return self._published.version if self._published else None
 
     def set_engines(self, engines: Iterable[EngineControl]) -> None:
@@ -163,7 +165,7 @@ class Publisher:
     def trainer_restarted(self, link: TrainerLink) -> None:
         """The trainer's half is new: engines are initialised again and nothing counts as published."""
         self._link = link
-        self._published = None
+        self._published = self._keeping = None
         self._joined.clear()
 
     def prepare(self) -> None:
@@ -171,7 +173,7 @@ class Publisher:
         for name, engine in self._engines.items():
             if name not in self._held:
                 self._held[name] = asyncio.ensure_future(self._empty(engine))
-                self._held[name].add_done_callback(_mark_seen)
+                self._held[name].add_done_callback(mark_seen)
 
     async def vacate(self) -> None:
         """Return when engines that sleep have left the devices, or failed to: `publish` says so. Others are not touched."""
@@ -188,140 +190,204 @@ class Publisher:
         probe: bool = False,
         before_serving: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport:
-        """Bring the trainer's current weights to every engine; `before_serving` is awaited once all of them have the weights.
+        """Bring the trainer's current weights to every engine; `before_serving` is awaited once all of them have the weights
+        and those are kept for later engines: the trainer may leave then. Without it, the copy is made after the gates open.
 
         Raises WeightSyncError, ProbeError or DeadlineError naming the tensor, the rank or the engine; the engines then stay
-        paused with their gates shut.
+        paused with their gates shut. What the last publish failed to keep raises here too, before an engine is touched.
         """
         async with self._lock:
-            clock = _Clock()
-            await self._join_engines()
-            clock.mark("init")
+            clock = Clock()
+            await self._finish_keeping(clock)
+            if not self._sleep_level:
+                await self._join_engines(clock)
             reference = await self._link.probe_log_probs(self._probe.ids) if probe else None
             clock.mark("reference")
             self._published = None
-            staged, _ = await _all([self._link.stage(str(version), fingerprint), self._hold()])
+            staged, _ = await all_of([self._link.stage(str(version), fingerprint), self._hold()])
             clock.mark("hold")
             engines = self.engines
             await self._wake(engines, WEIGHTS, clock)
-            work = [self._link.stream()] if self._link.streams else []
-            try:
-                updates = await _all([*(self._update(e, staged, version) for e in engines), *work])
-            except VimeError:
-                if self._link.streams:
-                    self._joined.clear()
-                raise
+            if self._sleep_level:
+                # A model's own loader is tried on names, and may look at parameters that have no memory in an asleep engine.
+                await self._join_engines(clock)
+            updates = await self._updateall_of(engines, staged, version)
             clock.mark("update")
             if before_serving is not None:
-                await before_serving()
-                clock.mark("leave")
+                await self._leave(before_serving, clock)
             await self._wake(engines, CACHE, clock)
             published = _Published(version, staged, reference)
             results = await self._serve(engines, published, clock)
             self._published = published
-            seconds = {e.name: update for e, update in zip(engines, updates, strict=False)}
-            return SyncReport(version, clock.seconds, self._nbytes, results, seconds)
+            if before_serving is None:
+                self._keep()
+            return SyncReport(version, clock.seconds, self._nbytes, results, updates)
 
     async def admit(self, engine: EngineControl, *, probe: bool = True) -> None:
         """Give a started or restarted engine the last published weights; it gets traffic only after that.
 
         Before the first publish, or after a failed one, it only joins the set and waits for the next. With `probe` it is
         compared with the trainer's log-probs if the last publish computed them. An engine that fails leaves the set.
+        Waits for the copy that it is served from, and raises what making that copy raised.
         """
         async with self._lock:
             self._engines[engine.name] = engine
             self._forget([engine.name])
-            published = self._published
-            if published is None:
-                return
-            stream = [self._link.stream] if self._link.streams else []
             try:
-                await self._join([engine])
-                await engine.shut(self._pause)
-                await _all([self._update(engine, published.staged, published.version), *(call() for call in stream)])
-                await self._serve([engine], published if probe else published.without_reference(), _Clock())
+                await self._finish_keeping(Clock())
+                if (published := self._published) is not None:
+                    await self._bring([engine], published if probe else published.without_reference())
             except BaseException:
                 self.remove(engine.name)
                 raise
-            finally:
-                if self._link.streams:
-                    self._joined.clear()
 
     async def close(self) -> None:
-        """End waiting pauses and close the control connections; the engines stay as they are."""
+        """End waiting pauses and close the control connections; the engines stay as they are.
+
+        Raises what keeping the last published weights raised, if nobody has heard of it yet.
+        """
         for task in self._held.values():
             task.cancel()
         await asyncio.gather(*self._held.values(), return_exceptions=True)
         self._held.clear()
         await asyncio.gather(*(e.close() for e in self.engines))
+        await self._finish_keeping(Clock())
 
     # ---- steps
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
             self._joined.discard(name)
-            self._asleep.pop(name, None)
+            self._forget_sleep(name)
             if (task := self._held.pop(name, None)) is not None:
                 task.cancel()
 
-    async def _join_engines(self) -> None:
+    def _forget_sleep(self, name: str) -> None:
+        self._asleep.pop(name, None)
+        self._waking.discard(name)
+
+    async def _join_engines(self, clock: Clock) -> None:
         """Build halves where they are missing; a transport that streams has one group, so there all join anew."""
         missing = [e for name, e in self._engines.items() if name not in self._joined]
         if missing or self._joined - self._engines.keys():
             await self._join(list(self.engines) if self._link.streams else missing)
+        clock.mark("init")
 
     async def _join(self, engines: Sequence[EngineControl]) -> None:
-        sizes = await _all([e.world_size() for e in engines])
+        sizes = await all_of([e.world_size() for e in engines])
         offer = await self._link.init_info(sum(sizes))
         calls: list[Awaitable[None]] = []
         offset = 0
         for engine, size in zip(engines, sizes, strict=True):
             calls.append(engine.init({**offer, "rank_offset": offset, "options": self._options}))
             offset += size
-        await _all([*calls, self._link.connect()])
+        await all_of([*calls, self._link.connect()])
         self._joined = {e.name for e in engines} | (set() if self._link.streams else self._joined)
         self._nbytes = sum(row[4] for row in offer["manifest"])
 
     async def _hold(self) -> None:
         self.prepare()
         held, self._held = self._held, {}
-        await _all([_after(task) for task in held.values()])
+        await all_of([ended(task) for task in held.values()])
 
     async def _empty(self, engine: EngineControl) -> None:
-        """One that a failed publish left half awake is not put to sleep again: vLLM gives up what is awake only."""
+        """Shut, pause and, where engines leave, put to sleep.
+
+        One that a failed publish left half awake is not put to sleep again: vLLM would call it asleep already, or give up
+        twice what is gone. One that was asked for its caches and did not answer may be half awake or awake, and the trainer
+        has left: it wakes for good first. Where `sleep` failed it is asked again, which changes nothing in one that sleeps;
+        vLLM's `/is_sleeping` would not tell, because it says yes of one that is only paused.
+        """
         await engine.shut(self._pause)
+        if engine.name in self._waking:
+            await engine.wake([CACHE])
+            self._forget_sleep(engine.name)
+            await engine.shut(self._pause)
         if self._sleep_level and engine.name not in self._asleep:
             await engine.sleep(self._sleep_level)
             self._asleep[engine.name] = (WEIGHTS, CACHE)
 
-    async def _wake(self, engines: Sequence[EngineControl], tag: str, clock: _Clock) -> None:
-        """Wake what sleeps under a tag. Waking the last one lets the engine run; its gate is shut."""
+    async def _wake(self, engines: Sequence[EngineControl], tag: str, clock: Clock) -> None:
+        """Wake what sleeps under a tag. Waking the last one lets the engine run; its gate is shut.
+
+        An engine counts as asleep until it has answered: waking a tag that is awake changes nothing in it.
+        """
         sleeping = [e for e in engines if tag in self._asleep.get(e.name, ())]
         if not sleeping:
             return
-        await _all([e.wake([tag]) for e in sleeping])
+        if tag == CACHE:
+            self._waking |= {e.name for e in sleeping}
+        await all_of([e.wake([tag]) for e in sleeping])
+        self._waking.clear()
         for engine in sleeping:
             left = tuple(t for t in self._asleep.pop(engine.name) if t != tag)
             self._asleep |= {engine.name: left} if left else {}
         clock.mark(f"wake_{tag}")
 
-    async def _update(self, engine: EngineControl, staged: Mapping[str, Any], version: PolicyVersion) -> Mapping[str, float]:
-        return await engine.update({"staged": dict(staged)}, version=str(version))
+    async def _updateall_of(
+        self, engines: Sequence[EngineControl], staged: Mapping[str, Any], version: PolicyVersion, *, kept: bool = False
+    ) -> dict[str, Mapping[str, float]]:
+        """Update engines while the trainer streams -> seconds by engine and phase. After a failure all must join anew."""
+        work = [self._link.stream(kept=kept)] if self._link.streams else []
+        try:
+            updates = await all_of([*(e.update({"staged": dict(staged)}, version=str(version)) for e in engines), *work])
+        except VimeError:
+            if self._link.streams:
+                self._joined.clear()
+            raise
+        return {e.name: seconds for e, seconds in zip(engines, updates, strict=False)}
 
-    async def _serve(self, engines: Sequence[EngineControl], published: _Published, clock: _Clock) -> Mapping[str, ProbeResult]:
+    async def _bring(self, engines: Sequence[EngineControl], published: _Published) -> None:
+        """Give engines what is kept and let them serve. A transport that streams has a group of these alone meanwhile."""
+        try:
+            await self._join(engines)
+            await all_of([e.shut(self._pause) for e in engines])
+            await self._updateall_of(engines, published.staged, published.version, kept=True)
+            await self._serve(engines, published, Clock())
+        finally:
+            if self._link.streams:
+                self._joined.clear()
+
+    # ---- the copy for later engines
+
+    def _keep(self) -> None:
+        """Begin to copy what was published; `_finish_keeping` waits for it."""
+        if self._link.streams:
+            self._keeping = asyncio.ensure_future(self._link.keep())
+            self._keeping.add_done_callback(mark_seen)
+
+    async def _finish_keeping(self, clock: Clock) -> None:
+        """Wait for the copy. Raises what making it raised, once; engines then wait for the next publish to be admitted."""
+        if (keeping := self._keeping) is None:
+            return
+        if not keeping.done():
+            await asyncio.wait([keeping])
+            clock.mark("keep")
+        self._keeping = None
+        if keeping.cancelled() or keeping.exception() is not None:
+            self._published = None
+        keeping.result()
+
+    async def _leave(self, before_serving: Callable[[], Awaitable[None]], clock: Clock) -> None:
+        self._keep()
+        await self._finish_keeping(clock)
+        await before_serving()
+        clock.mark("leave")
+
+    async def _serve(self, engines: Sequence[EngineControl], published: _Published, clock: Clock) -> Mapping[str, ProbeResult]:
         """Resume, probe behind the gate if there is a reference, open. After a failure all of them are paused again."""
         reference, results = published.reference, {}
         try:
             if reference is not None:
-                measured = await _all([self._resume_and_probe(e) for e in engines])
+                measured = await all_of([self._resume_and_probe(e) for e in engines])
                 tolerance = tolerance_for(self._probe.dtype, self._probe.tolerance)
                 for engine, log_probs in zip(engines, measured, strict=True):
                     results[engine.name] = compare(reference, log_probs, tolerance=tolerance, engine=engine.name)
                 clock.mark("probe")
-            await _all([e.open(str(published.version), resume=reference is None) for e in engines])
+            await all_of([e.open(str(published.version), resume=reference is None) for e in engines])
             clock.mark("open")
         except BaseException:
-            await _quietly(lambda e: e.shut("abort"), engines)
+            await try_for([e.shut("abort") for e in engines], REPAUSE_TIMEOUT_S)
             raise
         return results
 
@@ -338,49 +404,3 @@ class _Published:
 
     def without_reference(self) -> _Published:
         return _Published(self.version, self.staged, None)
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def mark(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase], self._last = now - self._last, now
-
-
-async def _after(task: asyncio.Task[None]) -> None:
-    await task
-
-
-async def _all(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Run all at once; the first failure surfaces at once and the others are not waited for."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        if tasks:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done():
-                task.result()
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.add_done_callback(_mark_seen)
-            task.cancel()
-
-
-def _mark_seen(task: asyncio.Future[Any]) -> None:
-    """A failure beside the first one is not an error of its own."""
-    if not task.cancelled():
-        task.exception()
-
-
-async def _quietly(call: Callable[[EngineControl], Awaitable[None]], engines: Iterable[EngineControl]) -> None:
-    """Try on every engine for a bounded time; what fails here must not hide the error that led here."""
-    tasks = [asyncio.ensure_future(call(e)) for e in engines]
-    if tasks:
-        await asyncio.wait(tasks, timeout=REPAUSE_TIMEOUT_S)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -287,7 +287,17 @@ def _live_parameters_are_used(model: torch.nn.Module) -> bool:
         for p in model.parameters()
     )
     methods = {type(m).__name__ for layer in model.modules() if (m := getattr(layer, "quant_method", None)) is not None}
-    return same and methods <= {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+    derived = any(_derives_from_weights(layer) for layer in model.modules())
+    return same and not derived and methods <= {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+
+
+def _derives_from_weights(layer: torch.nn.Module) -> bool:
+    """Layers that vLLM lets compute something once all weights are loaded: MLA's absorbed projections, and sinks in another
+    type. Plain attention only sets scales there, which are buffers and survive both updates and sleep.
+    """
+    if not hasattr(layer, "process_weights_after_loading"):
+        return False
+    return type(layer).__name__ != "Attention" or getattr(getattr(layer, "impl", None), "sinks", None) is not None
 
 
 def _log() -> Any:

@@ -218,6 +218,16 @@ def test_a_buffer_opens_on_the_readers_own_device_through_json() -> None:
     assert opened.tolist() == [7] * 16
 
 
+def test_processes_on_one_chip_know_it_by_one_name_whatever_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "6,7")
+    first, second = (exporter(Sharing(), device=Device(current=n)).identity() for n in (0, 1))
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "7")
+    assert exporter(Sharing(), device=Device(current=0)).identity() == second != first
+    assert exporter(Sharing(), device=Device(current=0), node="boot-2").identity() != second
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
+    assert exporter(Sharing(), device=Device(current=7)).identity() == second
+
+
 def test_a_handle_is_opened_once_until_the_half_closes() -> None:
     sharing = Sharing()
     sender, reader = exporter(sharing, device=Device()), exporter(sharing, device=Device())

@@ -20,12 +20,17 @@ DEVICE, NODE, DOMAIN, NETWORK = Relation.SAME_DEVICE, Relation.SAME_NODE, Relati
 
 @pytest.fixture
 def edge(node_of: Node, request_for: Request) -> Callable[..., Edge]:
-    def make(relation: Relation, name: str = "h200x8", engine: tuple[int, ...] | None = None, **changed: object) -> Edge:
-        """The trainer's first rank on device 0, the engine there too or on device 1, on another node where they are apart."""
+    def make(
+        relation: Relation,
+        name: str = "h200x8",
+        engine: tuple[int, ...] | None = None,
+        ranks: tuple[int, ...] = (0,),
+        **changed: object,
+    ) -> Edge:
+        """The trainer's rank on device 0, the engine there too or on device 1, on another node where they are apart."""
         node = node_of(name, **changed)
         engine = engine or ((0,) if relation is DEVICE else (1,))
         home = node if relation in (DEVICE, NODE) else replace(node, hostname="another")
-        ranks = tuple(range(len(node.devices)))
         return Edge(request_for(node, devices=ranks), request_for(home, "engine", devices=engine), relation, 8 * 10**9)
 
     return make
@@ -109,12 +114,41 @@ def test_halves_by_name_and_what_the_trainers_are_told(edge: Callable[..., Edge]
     }
 
 
-def test_a_colocated_engine_on_other_devices_needs_peer_access_too(edge: Callable[..., Edge]) -> None:
-    """The relation counts all ranks of the trainer; only its first one sends."""
-    apart = edge(DEVICE, "h200x2-vm", engine=(0, 1), p2p={"nvlink": 5, "read": 5})
-    (offer,) = [o for o in weights.offers(apart, Side.ENGINE) if o.protocol == "device_ipc"]
-    (reason,) = [p.reason for p in offer.preconditions if not p.holds]
+def test_only_engine_devices_without_a_rank_need_peer_access(edge: Callable[..., Edge]) -> None:
+    """Every rank sends to the workers on its own device, the first one to those on devices without a rank."""
+
+    def reasons(ranks: tuple[int, ...]) -> list[str]:
+        apart = edge(DEVICE, "h200x2-vm", engine=(0, 1), ranks=ranks, p2p={"nvlink": 5, "read": 5})
+        (offer,) = [o for o in weights.offers(apart, Side.ENGINE) if o.protocol == "device_ipc"]
+        return [p.reason for p in offer.preconditions if not p.holds]
+
+    (reason,) = reasons((0,))
     assert "device 1 cannot read device 0" in reason
+    assert reasons((0, 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine", "rate"),
+    [
+        ((0, 1, 2, 3), (0, 1, 2, 3), 1 / (1 / 200e9 + 1 / 370e9)),
+        ((0, 1), (0, 1, 2, 3), 370e9 / 2),
+        ((0, 1), (0,), 200e9),
+    ],
+    ids=["a rank on each device", "two devices without a rank", "all on the first rank's device"],
+)
+def test_a_rate_depends_on_who_has_a_rank_beside_it(
+    edge: Callable[..., Edge], ranks: tuple[int, ...], engine: tuple[int, ...], rate: float
+) -> None:
+    offers = weights.offers(edge(DEVICE, engine=engine, ranks=ranks), Side.TRAINER)
+    (offer,) = [o for o in offers if o.protocol == "device_ipc"]
+    assert offer.cost.bytes_per_s == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_engines_are_asked_to_write_in_place(edge: Callable[..., Edge], side: Side) -> None:
+    options = {o.protocol: dict(o.options) for o in weights.offers(edge(DEVICE), side)}
+    wanted = {"in_place": True} if side is Side.ENGINE else {}
+    assert options == dict.fromkeys(("device_ipc", "collective", "host_shm"), wanted)
 
 
 def test_processes_see_the_device_that_sends(node_of: Node) -> None:

@@ -37,6 +37,7 @@ class Process(HipExporter):
 
     def load_device(self) -> Any:
         return SimpleNamespace(
+            current_device=lambda: 0,
             device_count=lambda: len(self._visible),
             get_device_properties=lambda number: SimpleNamespace(uuid=self._visible[number]),
         )
@@ -61,6 +62,7 @@ class Process(HipExporter):
 def test_both_sides_with_the_exporters_device_first_share_bytes() -> None:
     node = Node()
     trainer, engine = Process(node, ["b", "a", "c"]), Process(node, ["b", "c", "a"])
+    assert trainer.identity() == engine.identity() != Process(node, ["a", "b", "c"]).identity()
     buffer = trainer.allocate(16)
     handle = json.loads(json.dumps(trainer.export(buffer)))
     opened = engine.open(handle)

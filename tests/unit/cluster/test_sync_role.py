@@ -15,7 +15,7 @@ from vime.errors import DeadlineError, EngineError, ProbeError
 from vime.types import PolicyVersion
 from vime.weights.protocol import SyncReport
 
-Leave = Callable[[], Awaitable[None]]
+Leave = Callable[[], Awaitable[None]] | None
 
 
 @dataclass
@@ -34,7 +34,9 @@ class Publisher:
         if self.failures:
             raise self.failures.pop(0)
         self.log.append("engines have the weights")
-        await before_serving()
+        if before_serving is not None:
+            await before_serving()
+        self.log.append("engines serve")
         return SyncReport(version, {}, 0)
 
 
@@ -55,6 +57,7 @@ class Repair:
 @dataclass
 class Memory:
     log: list[str] = field(default_factory=list)
+    leaves: bool = True
 
     async def to_train(self) -> None: ...
     async def to_publish(self) -> None:
@@ -67,8 +70,8 @@ class Memory:
 async def nothing() -> None: ...
 
 
-def publishing(publisher: Publisher, repair: Any) -> Publishing:
-    rules, memory = SyncRules(PolicyVersion(1, 4), WeightsSection()), Memory(publisher.log)
+def publishing(publisher: Publisher, repair: Any, *, leaves: bool = True) -> Publishing:
+    rules, memory = SyncRules(PolicyVersion(1, 4), WeightsSection()), Memory(publisher.log, leaves)
     return Publishing(publisher, rules, settle=nothing, memory=memory, repair=repair, report=lambda _: None)  # type: ignore[arg-type]
 
 
@@ -76,7 +79,13 @@ async def test_who_is_on_the_devices_when() -> None:
     publisher = Publisher([EngineError("engine 1: connection reset")])
     await publishing(publisher, Repair(1)).publish()
     first = ["engines leave", "parameters are there"]
-    assert publisher.log == [*first, *first, "engines have the weights", "the trainer leaves"]
+    assert publisher.log == [*first, *first, "engines have the weights", "the trainer leaves", "engines serve"]
+
+
+async def test_engines_do_not_wait_for_a_trainer_that_stays() -> None:
+    publisher = Publisher([])
+    await publishing(publisher, Repair(0), leaves=False).publish()
+    assert publisher.log[-3:] == ["engines have the weights", "engines serve", "the trainer leaves"]
 
 
 async def test_versions_and_checks_follow_one_another() -> None:

@@ -65,6 +65,9 @@ def serve_engine(pipe):
     engine = DeviceIpcEngine()
     while True:
         match pipe.recv():
+            case "be on", identity:
+                engine = DeviceIpcEngine(identity=identity)
+                pipe.send(f"on {identity}")
             case "connect", info:
                 engine.connect(info)
                 pipe.send("connected")

@@ -13,6 +13,7 @@ import torch
 
 from vime.errors import DeadlineError, WeightSyncError
 from vime.weights.buckets import plan_buckets
+from vime.weights.fingerprint import word_digest
 from vime.weights.transports.control_page import ControlPage
 from vime.weights.transports.device_ipc import DeviceIpcEngine, HostExporter, cut
 from vime.weights.transports.exporters import build_exporter
@@ -194,6 +195,10 @@ def test_an_engine_that_restarts_gets_what_was_published_last(trainer_of, peers)
     half, workers = trainer_of(), peers("engine")
     join(half, workers)
     publish(half, workers, 1)
+    weights = roles.make_weights(1)
+    half.keep(weights.items())
+    for tensor in weights.values():
+        tensor.zero_()
     restarted = peers("engine")
     join(half, restarted)
     restarted[0].tell("receive", {}, {})
@@ -254,16 +259,52 @@ def test_other_ranks_only_take_part_in_gathering(trainer_of):
     weights = iter(roles.make_weights(1).items())
     assert half.stage(weights, version="0.1", fingerprint=True) == {"version": "0.1", "tensors": 0}
     assert list(weights) == []
-    again = iter(roles.make_weights(1).items())
-    half.stream(again)
-    assert list(again) == []
+    for step in (half.stream, half.keep):
+        again = iter(roles.make_weights(1).items())
+        step(again)
+        assert list(again) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_staging_without_digests_reads_nothing(trainer_of, rank):
+    weights = iter(roles.make_weights(1).items())
+    staged = trainer_of(rank=rank).stage(weights, version="0.1", fingerprint=False)
+    assert staged == {"version": "0.1", "tensors": 0 if rank else len(roles.make_weights(1))}
+    assert len(list(weights)) == len(roles.make_weights(1)), "where gathering is a collective, no rank may begin it alone"
+
+
+def test_digests_are_those_of_tensors_in_manifest_order(trainer_of):
+    weights = roles.make_weights(1)
+    staged = trainer_of().stage(weights.items(), version="0.1", fingerprint=True)
+    assert staged["digests"] == {name: word_digest(tensor) for name, tensor in weights.items()}
+    with pytest.raises(WeightSyncError, match="tensor head came where"):
+        trainer_of().stage(reversed(weights.items()), version="0.1", fingerprint=True)
+
+
+def test_a_copy_that_fails_leaves_none(trainer_of, peers):
+    half, workers = trainer_of(), peers("engine")
+    join(half, workers)
+    publish(half, workers, 1)
+    half.keep(roles.make_weights(1).items())
+    with pytest.raises(WeightSyncError, match="1 of 16 tensors came to be kept"):
+        half.keep([*roles.make_weights(2).items()][:1])
+    with pytest.raises(WeightSyncError, match="no published weights are kept"):
+        half.stream(())
 
 
 def test_steps_in_the_wrong_order_are_errors(trainer_of):
     half = trainer_of()
-    half.init_info(0)
-    with pytest.raises(WeightSyncError, match="stream before stage"):
+    offer = half.init_info(1)
+    with pytest.raises(WeightSyncError, match="no connected engines"):
         half.stream(())
+    for weights, words in (((), "no published weights are kept"), (iter(()), r"q_proj\.weight was due and did not come")):
+        offer = half.init_info(1)
+        engine = DeviceIpcEngine()
+        engine.connect(roles.engine_info(offer))
+        half.connect()
+        with pytest.raises(WeightSyncError, match=words):
+            half.stream(weights)
+        engine.close()
     with pytest.raises(WeightSyncError, match="not connected"):
         list(DeviceIpcEngine().receive({}))
     with pytest.raises(WeightSyncError, match="buffers"):

@@ -1,7 +1,9 @@
 """The order of a publish and what a failure leaves behind, with engines that behave in memory."""
 
 import asyncio
+import importlib.util
 import time
+from pathlib import Path
 
 import pytest
 
@@ -9,109 +11,18 @@ from vime.errors import DeadlineError, EngineError, ProbeError, WeightSyncError
 from vime.types import PolicyVersion
 from vime.weights.protocol import ProbeSettings, Publisher
 
-IDS = ((1, 2, 3),)
+
+def load_parts():
+    spec = importlib.util.spec_from_file_location("publisher_parts", Path(__file__).with_name("publisher_parts.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-class Link:
-    """A trainer whose weights are a number; its log-probs are that number."""
-
-    def __init__(self, log, streams=False):
-        self.log, self.streams, self.weights = log, streams, 0.0
-        self.groups = []
-
-    async def init_info(self, receivers):
-        self.log.append(f"init_info {receivers}")
-        self.groups.append(receivers)
-        return {"protocol": "memory", "manifest": [["a", "float32", [2], 0, 8], ["b", "float32", [1], 64, 4]], "info": {}}
-
-    async def connect(self):
-        self.log.append("connect")
-
-    async def stage(self, version, fingerprint):
-        self.log.append(f"stage {version} {fingerprint}")
-        return {"version": version, "weights": self.weights}
-
-    async def stream(self):
-        self.log.append("stream")
-
-    async def probe_log_probs(self, sequences):
-        assert sequences == IDS
-        self.log.append("reference")
-        return [[self.weights, self.weights]]
-
-
-class Engine:
-    """Refuses what a real one refuses: an update while it runs, generation while it is paused."""
-
-    def __init__(self, name, log, size=1):
-        self.name, self.log, self.size = name, log, size
-        self.paused, self.open_version, self.weights, self.served = False, None, None, None
-        self.offset = None
-        self.fail = {}
-        self.skew = 0.0
-        self.asleep = set()
-
-    async def _step(self, what):
-        self.log.append(f"{self.name} {what}")
-        await asyncio.sleep(0)
-        if error := self.fail.get(what):
-            raise error
-
-    async def world_size(self):
-        return self.size
-
-    async def init(self, info):
-        self.offset = info["rank_offset"]
-        await self._step("init")
-
-    async def shut(self, pause):
-        self.open_version = None
-        await self._step("shut")
-        self.paused = True
-
-    async def sleep(self, level):
-        assert self.paused
-        assert not self.asleep
-        await self._step(f"sleep {level}")
-        self.asleep = {"weights", "kv_cache"}
-
-    async def wake(self, tags):
-        assert self.asleep.issuperset(tags)
-        await self._step(f"wake {' '.join(tags)}")
-        self.asleep -= set(tags)
-        self.paused = bool(self.asleep)
-
-    async def update(self, info, *, version):
-        assert self.paused
-        assert "weights" not in self.asleep
-        await self._step("update")
-        self.weights = info["staged"]["weights"]
-        return {"update": 0.0}
-
-    async def resume(self):
-        assert not self.asleep
-        await self._step("resume")
-        self.paused = False
-
-    async def probe(self, ids):
-        assert not self.paused
-        assert self.open_version is None
-        await self._step("probe")
-        return [[self.weights + self.skew] * 2]
-
-    async def open(self, version, *, resume):
-        await self._step("open")
-        if resume:
-            self.paused = False
-        assert not self.paused
-        self.open_version, self.served = version, self.weights
-
-    async def close(self):
-        pass
-
-    @property
-    def is_held(self):
-        return self.paused and self.open_version is None
+parts = load_parts()
+IDS, Link, Engine = parts.IDS, parts.Link, parts.Engine
 
 
 @pytest.fixture
@@ -122,6 +33,17 @@ def log():
 @pytest.fixture
 def engines(log):
     return [Engine("e0", log, size=2), Engine("e1", log)]
+
+
+@pytest.fixture
+def streaming(log, engines):
+    """A trainer whose transport streams, and its publisher."""
+    link = Link(log, streams=True)
+    for engine in engines:
+        engine.link = link
+    publisher = Publisher(link, probe=ProbeSettings(ids=IDS))
+    publisher.set_engines(engines)
+    return link, publisher
 
 
 @pytest.fixture
@@ -186,11 +108,11 @@ async def test_sleeping_engines_wake_weights_for_the_update_and_caches_when_the_
     await sleeping.vacate()
     assert all(e.asleep == {"weights", "kv_cache"} for e in engines)
     report = await sleeping.publish(version(0), probe=True, before_serving=leave)
-    steps = ("shut", "sleep 2", "wake weights", "update", "wake kv_cache", "resume", "probe", "open")
-    assert [line for line in log if line.startswith("e0") and line != "e0 init"] == [f"e0 {step}" for step in steps]
+    steps = ("shut", "sleep 2", "wake weights", "init", "update", "wake kv_cache", "resume", "probe", "open")
+    assert [line for line in log if line.startswith("e0")] == [f"e0 {step}" for step in steps]
     both = [max(log.index(f"e{n} update") for n in (0, 1)), min(log.index(f"e{n} wake kv_cache") for n in (0, 1))]
     assert both[0] < log.index("trainer leaves") < both[1]
-    assert list(report.seconds)[3:7] == ["wake_weights", "update", "leave", "wake_kv_cache"]
+    assert list(report.seconds)[1:6] == ["hold", "wake_weights", "init", "update", "leave"]
     await sleeping.publish(version(1))
     assert log.count("e1 sleep 2") == 2
 
@@ -204,6 +126,33 @@ async def test_an_engine_left_half_awake_by_a_failure_is_not_put_to_sleep_again(
     await sleeping.publish(version(0))
     assert [log.count(f"e0 {what}") for what in ("sleep 2", "wake weights", "wake kv_cache")] == [1, 1, 1]
     assert engines[0].open_version == "0.0"
+
+
+@pytest.mark.parametrize("outcome", ["fail", "lose"], ids=["it stayed awake", "it slept"])
+async def test_an_engine_that_did_not_answer_sleep_has_left_before_the_next_publish(sleeping, engines, outcome):
+    getattr(engines[0], outcome)["sleep 2"] = DeadlineError("e0: no answer to /sleep")
+    await sleeping.vacate()
+    with pytest.raises(DeadlineError, match="no answer to /sleep"):
+        await sleeping.publish(version(0))
+    getattr(engines[0], outcome).clear()
+    await sleeping.vacate()
+    assert all(e.asleep == {"weights", "kv_cache"} for e in engines)
+    await sleeping.publish(version(0))
+    assert [e.open_version for e in engines] == ["0.0"] * 2
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+@pytest.mark.parametrize("outcome", ["fail", "lose"], ids=["it went on sleeping", "it woke"])
+async def test_an_engine_that_did_not_answer_wake_serves_after_the_next_publish(sleeping, engines, tag, outcome):
+    getattr(engines[0], outcome)[f"wake {tag}"] = DeadlineError("e0: no answer to /wake_up")
+    await sleeping.vacate()
+    with pytest.raises(DeadlineError, match="no answer to /wake_up"):
+        await sleeping.publish(version(0))
+    getattr(engines[0], outcome).clear()
+    await sleeping.vacate()
+    assert all("kv_cache" in e.asleep for e in engines), "caches have no room beside the trainer's parameters"
+    await sleeping.publish(version(0))
+    assert [(e.open_version, e.asleep) for e in engines] == [("0.0", set())] * 2
 
 
 async def test_an_engine_that_cannot_leave_says_so_in_the_publish(sleeping, engines):
@@ -321,10 +270,8 @@ async def test_a_lost_engine_is_left_out(publisher, engines):
     assert engines[0].open_version == "0.1"
 
 
-async def test_streaming_transports_stream_beside_the_update_and_rebuild_their_group(engines, log):
-    link = Link(log, streams=True)
-    publisher = Publisher(link, probe=ProbeSettings(ids=IDS))
-    publisher.set_engines(engines)
+async def test_streaming_transports_stream_beside_the_update_and_rebuild_their_group(engines, log, streaming):
+    link, publisher = streaming
     await publisher.publish(version(0))
     assert log.count("stream") == 1
     assert log.count("connect") == 1
@@ -338,3 +285,17 @@ async def test_streaming_transports_stream_beside_the_update_and_rebuild_their_g
     engines[0].fail.clear()
     await publisher.publish(version(2))
     assert link.groups == [3, 1, 3, 3]
+
+
+async def test_each_phase_of_an_update_is_told_by_its_slowest_engine(publisher, engines):
+    for engine, seconds in zip(engines, ({"start": 1.0, "update": 5.0}, {"start": 2.0, "update": 3.0}), strict=True):
+        plain = engine.update
+
+        async def update(info, *, version, plain=plain, seconds=seconds):
+            await plain(info, version=version)
+            return seconds
+
+        engine.update = update
+    report = await publisher.publish(version(0))
+    assert report.slowest_engine == {"start": 2.0, "update": 5.0}
+    assert report.engine_seconds["e1"] == {"start": 2.0, "update": 3.0}

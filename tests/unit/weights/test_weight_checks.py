@@ -7,8 +7,9 @@ import xxhash
 from vime.config.schema import CheckSchedule
 from vime.errors import ProbeError, WeightSyncError
 from vime.weights.fingerprint import check_digest, digest
+from vime.weights.merge import merge_stage_info
 from vime.weights.probe import compare, probe_ids, tolerance_for
-from vime.weights.protocol import is_due, merge_stage_info
+from vime.weights.protocol import is_due
 
 
 def test_a_digest_covers_the_bytes_in_row_major_order():

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -170,9 +171,10 @@ def test_a_broadcast_reaches_every_worker_in_buckets(bucket_bytes):
     sent = [make_weights(seed) for seed in (1, 2)]
     for update in sent:
         assert silent.stage(iter(()), version="0.1", fingerprint=True) == {"version": "0.1", "tensors": 0}
-        silent.stream(())
-        half.stage(update.items(), version="0.1", fingerprint=False)
-        half.stream(())
+        silent.stream(iter(()))
+        staged = half.stage(update.items(), version="0.1", fingerprint=True)
+        assert staged["digests"] == {name: digest(tensor) for name, tensor in update.items()}
+        half.stream(update.items())
     for thread in threads:
         thread.join(20)
     for received in results.values():
@@ -199,10 +201,64 @@ def test_a_worker_that_gives_up_does_not_hold_the_trainer_and_the_next_update_ar
     thread.start()
     half.connect()
     for seed in (1, 2):
-        half.stage(make_weights(seed).items(), version="0.1", fingerprint=False)
-        half.stream(())
+        half.stream(make_weights(seed).items())
     thread.join(20)
     assert_same(received[0].items(), make_weights(2))
+    half.close()
+
+
+def served_by(half, send):
+    """What one worker that joins now receives while `send()` runs, or the error it gets."""
+    offer = half.init_info(1)
+    received = {}
+
+    def work() -> None:
+        engine = CollectiveEngine()
+        engine.connect(engine_info(offer))
+        try:
+            received.update(engine.receive({}))
+        except WeightSyncError as error:
+            received["error"] = str(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    half.connect()
+    try:
+        send()
+    finally:
+        thread.join(20)
+    return received
+
+
+def test_an_engine_that_joins_later_gets_what_was_kept():
+    weights = make_weights(0)
+    half = CollectiveTrainer(manifest=manifest_of(weights), bucket_bytes=200, timeout_s=20)
+    assert_same(served_by(half, lambda: half.stream(weights.items())).items(), weights)
+    half.keep(weights.items())
+    for tensor in weights.values():
+        tensor.zero_()
+    assert_same(served_by(half, lambda: half.stream(())).items(), make_weights(0))
+    half.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: dict(reversed(w.items())), "tensor head came where layers.0.q_proj.weight was due"),
+        (lambda w: {k: v for k, v in w.items() if k != "head"}, "tensor head was due and did not come"),
+        (lambda w: {**w, "more": torch.zeros(1)}, "tensor more came where nothing was due"),
+    ],
+)
+def test_what_does_not_follow_the_manifest_ends_a_broadcast_and_frees_the_workers(change, words):
+    half = CollectiveTrainer(manifest=manifest_of(make_weights(0)), bucket_bytes=200, timeout_s=20)
+    unread = iter(change(make_weights(1)).items())
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match=words):
+        served_by(half, lambda: half.stream(unread))
+    assert time.monotonic() - began < 10, "the worker did not wait for its own deadline"
+    assert list(unread) == [], "for other ranks the rest is a collective, which has to end"
+    with pytest.raises(WeightSyncError, match="stream before connect"):
+        half.stream(make_weights(1).items())
     half.close()
 
 

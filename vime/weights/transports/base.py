@@ -50,8 +50,13 @@ class TransferContext:
 class TrainerHalf(Protocol):
     """One per trainer rank that holds weights; rank 0 talks for all.
 
-    `stage` runs before the engines are told to receive, `stream` while they receive. A transport that needs only one of
-    them makes the other a no-op.
+    A half that streams is built on rank 0 alone, unless its class says `every_rank = True`: then each rank sends to the
+    workers that share its device. All ranks answer `init_info`, whose `rings` are merged, `connect` answers how many workers
+    take from its rank, and those that have any are given all tensors by `stream` and `keep`.
+
+    `stage` runs before the engines are told to receive, `stream` while they receive, `keep` afterwards. A half that
+    streams sends from the trainer's own tensors, so its `stage` copies nothing and `keep` makes the copy from which engines
+    that start later are served. One that does not stream copies in `stage`; its `stream` and `keep` do nothing.
     """
 
     streams: bool
@@ -65,15 +70,27 @@ class TrainerHalf(Protocol):
         """JSON for the engines' half: how to reach this one. `receivers` engine workers will connect."""
         ...
 
-    def connect(self) -> None:
-        """On rank 0, finish the handshake while the engines run their half's `connect`."""
+    def connect(self) -> int | None:
+        """Finish the handshake while the engines run their half's `connect`."""
         ...
 
     def stage(self, weights: NamedTensors, *, version: str, fingerprint: bool) -> Mapping[str, Any]:
-        """Make the weights readable; return JSON for the engines' `receive`. `fingerprint`: add per-tensor digests."""
+        """Make the weights readable; return JSON for the engines' `receive`. `fingerprint`: add per-tensor digests.
+
+        A half that streams reads `weights` for digests only: without `fingerprint` it does not touch them.
+        """
         ...
 
-    def stream(self, weights: NamedTensors) -> None: ...
+    def stream(self, weights: NamedTensors) -> None:
+        """Send `weights`, which for other ranks may be a collective: they are exhausted also when sending fails.
+
+        `()` asks for what `keep` took.
+        """
+        ...
+
+    def keep(self, weights: NamedTensors) -> None:
+        """Copy what was sent to the host. A copy that fails leaves none."""
+        ...
 
     def close(self) -> None: ...
 

@@ -1,8 +1,9 @@
 """Weights by broadcast in flat buckets over a process group of their own.
 
 Rank 0 is the trainer, ranks 1.. are engine workers. The group is built on a store of its own and never touches
-torch.distributed's default group, which belongs to Megatron on one side and to vLLM on the other. The trainer sends from
-a host copy, which also serves an engine that restarts.
+torch.distributed's default group, which belongs to Megatron on one side and to vLLM on the other. The trainer packs its own
+tensors into two buckets in turn, one of which travels while the other is filled; `keep` copies the weights to the host, from
+where an engine that restarts is served.
 """
 
 from __future__ import annotations
@@ -17,12 +18,24 @@ from typing import Any
 
 from vime.errors import DeadlineError, WeightSyncError
 from vime.weights.buckets import Bucket, plan_buckets
+from vime.weights.fingerprint import word_digest
 from vime.weights.manifest import manifest_from_json, manifest_to_json
 from vime.weights.transports.base import Manifest, NamedTensors, TransferContext
-from vime.weights.transports.flat import FlatImage, host_buffer, view_of
+from vime.weights.transports.flat import (
+    HostCopy,
+    asks_for_copy,
+    bytes_of,
+    exhaust,
+    host_buffer,
+    in_order,
+    own_digest,
+    stage_in_place,
+    view_of,
+)
 
 PROTOCOL = "collective"
 BUCKET_BYTES = 64 * 2**20
+BUFFERS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +102,8 @@ class CollectiveTrainer:
         self._host = host
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._image: FlatImage | None = None
+        self._kept = HostCopy(manifest, lambda nbytes: host_buffer(nbytes, page_locked=not self._medium.is_host))
+        self._buffers: list[Any] = []
         self._store: Any = None
         self._group: Any = None
         self._receivers = 0
@@ -128,28 +142,79 @@ class CollectiveTrainer:
         self._group = self._medium.group(Seat(self._store, self._host, 0, self._receivers + 1, self._timeout_s))
 
     def stage(self, weights: NamedTensors, *, version: str, fingerprint: bool) -> Mapping[str, Any]:
+        """Digests, if asked, are computed where the tensors are; else nothing is read."""
         if self._rank:
-            for _ in weights:
-                pass
+            exhaust(weights if fingerprint else ())
             return {"version": version, "tensors": 0}
-        if self._image is None:
-            buffer = host_buffer(self._manifest.nbytes, page_locked=not self._medium.is_host)
-            self._image = FlatImage(self._manifest, buffer)
-        return {"version": version, **self._image.write(weights, fingerprint=fingerprint)}
+        digest_of = own_digest if self._medium.is_host else word_digest
+        return stage_in_place(weights, self._manifest, version=version, digest_of=digest_of if fingerprint else None)
 
     def stream(self, weights: NamedTensors) -> None:
-        """Broadcast what `stage` took; `weights` is not read."""
+        """Broadcast `weights`, in manifest order, or for `()` the host's copy.
+
+        Raises WeightSyncError for a tensor out of order and for a bucket that was not taken; workers must then join anew.
+        `weights` is always exhausted, since for other ranks it may be a collective.
+        """
         if self._rank:
+            exhaust(weights)
             return
-        if self._group is None or self._image is None:
-            raise WeightSyncError("stream before connect and stage", fix="initialise the engines' weight transfer first")
-        for number, bucket in enumerate(plan_buckets(self._manifest.tensors, self._bucket_bytes)):
-            flat = self._image.buffer[bucket.start : bucket.end].to(self._medium.device)
-            work = _broadcast(self._group, flat)
-            _finish(work, self._timeout_s, f"bucket {number} ({bucket.tensors[0].name} …) was not taken by every engine worker")
+        arriving = iter(weights)
+        try:
+            if self._group is None:
+                raise WeightSyncError("stream before connect", fix="initialise the engines' weight transfer first")
+            self._send(self._kept_tensors() if asks_for_copy(weights) else _bytes_in_order(arriving, self._manifest))
+        except BaseException:
+            self._group = None
+            exhaust(arriving)
+            raise
+
+    def keep(self, weights: NamedTensors) -> None:
+        """Copy `weights` to the host."""
+        if self._rank:
+            exhaust(weights)
+            return
+        self._kept.write(weights)
 
     def close(self) -> None:
-        self._group = self._store = self._image = None
+        self._group = self._store = None
+        self._kept.drop()
+        self._buffers = []
+
+    def _kept_tensors(self) -> Iterator[Any]:
+        kept = self._kept.buffer
+        return (kept[spec.offset : spec.offset + spec.nbytes] for spec in self._manifest.tensors)
+
+    def _send(self, tensors: Iterator[Any]) -> None:
+        """Bytes of the manifest's tensors, in order. A bucket is filled anew when the broadcast from it has ended."""
+        travelling: deque[tuple[str, Any]] = deque()
+        try:
+            for number, bucket in enumerate(plan_buckets(self._manifest.tensors, self._bucket_bytes)):
+                if len(travelling) == BUFFERS:
+                    self._finish_oldest(travelling)
+                flat = self._buffer(number % BUFFERS, bucket.nbytes)
+                for spec in bucket.tensors:
+                    flat[spec.offset - bucket.start :][: spec.nbytes].copy_(next(tensors), non_blocking=True)
+                travelling.append((f"bucket {number} ({bucket.tensors[0].name} …)", _broadcast(self._group, flat)))
+            exhaust(tensors)
+            while travelling:
+                self._finish_oldest(travelling)
+        finally:
+            # The error that is on its way holds this frame: workers would wait until it, and with it the group, is gone.
+            travelling.clear()
+
+    def _finish_oldest(self, travelling: deque[tuple[str, Any]]) -> None:
+        what, work = travelling.popleft()
+        _finish(work, self._timeout_s, f"{what} was not taken by every engine worker")
+
+    def _buffer(self, index: int, nbytes: int) -> Any:
+        """uint8 [nbytes] on the medium's device; made once, as large as the largest bucket."""
+        import torch
+
+        if not self._buffers:
+            largest = max(bucket.nbytes for bucket in plan_buckets(self._manifest.tensors, self._bucket_bytes))
+            made = (torch.empty(largest, dtype=torch.uint8, device=self._medium.device) for _ in range(BUFFERS))
+            self._buffers = list(made)
+        return self._buffers[index][:nbytes]
 
 
 class CollectiveEngine:
@@ -217,6 +282,10 @@ class CollectiveEngine:
         _finish(work, self._timeout_s, f"the bucket that starts with {bucket.tensors[0].name} did not arrive")
         for spec in bucket.tensors:
             yield spec.name, view_of(flat, spec, start=bucket.start)
+
+
+def _bytes_in_order(weights: NamedTensors, manifest: Manifest) -> Iterator[Any]:
+    return (bytes_of(tensor) for _, tensor in in_order(weights, manifest))
 
 
 def _dist() -> Any:

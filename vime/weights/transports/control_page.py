@@ -36,6 +36,8 @@ class State(IntEnum):
     BROKEN = 2
     """The sender gave an update up; the page is of no use any more."""
     LEFT = 3
+    ELSEWHERE = 4
+    """A receiver that takes from another sender's ring: here nothing is waited for."""
 
 
 class ControlPage:
@@ -113,21 +115,23 @@ class ControlPage:
     def missing(self, count: int) -> list[int]:
         return [r for r in range(count) if self.of(r, "state") == State.ABSENT]
 
-    def await_receivers(self, timeout_s: float) -> None:
-        """Return when all have joined. Raises DeadlineError that lists those that have not."""
+    def await_receivers(self, timeout_s: float) -> int:
+        """Wait until all have said whether they join -> how many have. Raises DeadlineError that lists those that have not."""
         count = self.header("receivers")
 
         def late() -> str:
             return f"engine workers {self.missing(count)} of 0..{count - 1} did not connect within {timeout_s:g} s"
 
         _wait(lambda: not self.missing(count), late, timeout_s, lambda: None)
+        return sum(self.of(r, "state") != State.ELSEWHERE for r in range(count))
 
     def await_room(self, buffers: int, timeout_s: float) -> int:
         """The number of the next piece, once its buffer is free. Raises an error that names the receiver in the way."""
         number, count = self.header("filled"), self.header("receivers")
 
         def slow() -> list[int]:
-            return [r for r in range(count) if number - self.of(r, "taken") >= buffers]
+            here = (r for r in range(count) if self.of(r, "state") != State.ELSEWHERE)
+            return [r for r in here if number - self.of(r, "taken") >= buffers]
 
         def late() -> str:
             taken = ", ".join(f"engine worker {r} has taken {self.of(r, 'taken')}" for r in slow())
@@ -165,9 +169,7 @@ class ControlPage:
 
     def join(self, receiver: int) -> None:
         """Raises WeightSyncError for a number that the sender does not expect or that somebody living has."""
-        count = self.header("receivers")
-        if not 0 <= receiver < count:
-            raise WeightSyncError(f"engine worker {receiver} is not one of the {count} expected", fix="publish again")
+        self._check_number(receiver)
         if self.of(receiver, "state") == State.READY and _lives(self.of(receiver, "pid"), self.of(receiver, "started")):
             raise WeightSyncError(
                 f"engine worker {receiver} has joined already (process {self.of(receiver, 'pid')})", fix="publish again"
@@ -177,6 +179,15 @@ class ControlPage:
             self._words[self._place(receiver, name)] = value
         self._fence()
         self._words[self._place(receiver, "state")] = State.READY
+
+    def decline(self, receiver: int) -> None:
+        """Take from another ring. Raises WeightSyncError for a number that the sender does not expect."""
+        self._check_number(receiver)
+        self._words[self._place(receiver, "state")] = State.ELSEWHERE
+
+    def _check_number(self, receiver: int) -> None:
+        if not 0 <= receiver < (count := self.header("receivers")):
+            raise WeightSyncError(f"engine worker {receiver} is not one of the {count} expected", fix="publish again")
 
     def leave(self, receiver: int) -> None:
         self._words[self._place(receiver, "state")] = State.LEFT

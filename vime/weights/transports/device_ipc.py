@@ -1,12 +1,18 @@
 """Weights through a ring of buffers in device memory that the engine's workers open.
 
-Rank 0 of the trainer packs a piece of the flat segment into a buffer, waits for its device and counts the piece on a control
+A rank of the trainer packs a piece of the flat segment into a buffer, waits for its device and counts the piece on a control
 page; every worker copies it into memory of its own and counts it as taken. With two buffers, packing and copying overlap.
 A worker never hands out a view of a buffer, because a loader may keep tensors until their layer is whole.
 
-**The last published weights** are kept on the host: `stage` writes them there, which also gives the digests. `stream` sends
-from the tensors that it is given, without a detour, or from the host's copy when it is given none: that is how an engine
-that restarts is served while the parameters are parked or already newer. It costs the size of the weights in host memory.
+**Several devices.** A process may see one device only, so every rank has a ring, known by the identity of its device. A worker
+takes from the first ring of its own device, or from rank 0's where no rank is on that; on the control pages of all other
+rings it says so. A rank from which nobody takes has its buffers all the same: device memory that was exported is not surely
+free again when its owner lets it go, so a ring is made once.
+
+`stream` sends from the tensors that it is given, without a detour, and `stage` reads them for digests only. **The last
+published weights** are kept on the host: `keep` copies them there once the engines have them, and `stream(())` sends from that
+copy. So an engine that restarts is served while the parameters are parked or already newer. The copy costs the size of the
+weights in host memory.
 
 What a device can do stands behind `vime.weights.transports.exporters.Exporter`.
 """
@@ -28,7 +34,15 @@ from vime.weights.manifest import manifest_from_json, manifest_to_json
 from vime.weights.transports.base import Manifest, NamedTensors, TransferContext
 from vime.weights.transports.control_page import ControlPage, State
 from vime.weights.transports.exporters import SHARED_MEMORY, Exporter, HostExporter, build_exporter
-from vime.weights.transports.flat import FlatImage, check_spec, view_of
+from vime.weights.transports.flat import (
+    HostCopy,
+    asks_for_copy,
+    bytes_of,
+    exhaust,
+    in_order,
+    stage_in_place,
+    view_of,
+)
 
 __all__ = ["DeviceIpcEngine", "DeviceIpcTrainer", "HostExporter"]
 
@@ -47,21 +61,24 @@ def cut(bucket: Bucket, buffer_bytes: int) -> tuple[Piece, ...]:
 
 
 class DeviceIpcTrainer:
-    """The trainer's half. Only rank 0 sends; other ranks iterate their weights, which may be a collective, and finish.
+    """The trainer's half, on every rank. One without workers iterates its weights, which may be a collective, and finishes.
 
     Args:
         exporter: `module:callable` of an `Exporter`; both halves use it.
+        identity: a name for this rank's device in place of the exporter's.
         bucket_bytes: size of a buffer in device memory; there are `buffers` of them as long as this half lives.
         timeout_s: limit of every single wait.
     """
 
     streams = True
+    every_rank = True
 
     def __init__(
         self,
         *,
         context: TransferContext,
         exporter: str,
+        identity: str = "",
         buffers: int = BUFFERS,
         directory: Path | str = SHARED_MEMORY,
     ) -> None:
@@ -69,7 +86,7 @@ class DeviceIpcTrainer:
             raise WeightSyncError(f"device_ipc with {buffers} buffers", fix="set buffers to 2 or more")
         self._manifest: Manifest = context.manifest
         self._rank, self._timeout_s = context.rank, context.timeout_s
-        self._target, self._stem = exporter, f"vime-{context.run_id}"
+        self._target, self._stem, self._identity = exporter, f"vime-{context.run_id}", identity
         self._directory = Path(directory)
         self._bucket_bytes = context.bucket_bytes or BUCKET_BYTES
         buckets = plan_buckets(context.manifest.tensors, self._bucket_bytes)
@@ -79,9 +96,11 @@ class DeviceIpcTrainer:
         self._num_buffers = buffers
         self._exporter: Exporter | None = None
         self._buffers: list[Any] = []
-        self._image: FlatImage | None = None
+        self._kept = HostCopy(context.manifest, lambda nbytes: self._open_exporter().host(nbytes))
         self._page: ControlPage | None = None
         self._pages = itertools.count()
+        self._receivers: int | None = None
+        self._keeps = context.rank == 0
 
     @classmethod
     def from_context(cls, context: TransferContext, **options: Any) -> DeviceIpcTrainer:
@@ -93,70 +112,84 @@ class DeviceIpcTrainer:
         self._drop_page()
         # The name ends like every segment of ours, so that a sweep finds its owner.
         path = self._directory / f"{self._stem}-c{next(self._pages)}-{os.getpid()}-w"
-        self._page = ControlPage.create(path, receivers)
+        self._page, self._receivers = ControlPage.create(path, receivers), None
+        if not self._buffers:
+            self._buffers = [exporter.allocate(self._buffer_bytes) for _ in range(self._num_buffers)]
+        ring = {
+            "identity": self._identity or exporter.identity(),
+            "page": str(path),
+            "handles": [dict(exporter.export(buffer)) for buffer in self._buffers],
+        }
         info = {
             "exporter": self._target,
             "name": self._stem,
-            "page": str(path),
-            "handles": [dict(exporter.export(buffer)) for buffer in self._buffers],
+            "rings": [ring],
             "bucket_bytes": self._bucket_bytes,
             "buffer_bytes": self._buffer_bytes,
             "timeout_s": self._timeout_s,
         }
         return {"protocol": PROTOCOL, "manifest": manifest_to_json(self._manifest), "info": info}
 
-    def connect(self) -> None:
-        """Wait for all workers. Raises DeadlineError that lists those that did not come."""
-        if self._rank == 0:
-            self._live_page().await_receivers(self._timeout_s)
+    def connect(self) -> int:
+        """Wait until every worker has joined some ring -> how many have joined this one.
+
+        Raises DeadlineError that lists those that did not come.
+        """
+        self._receivers = self._live_page().await_receivers(self._timeout_s)
+        self._keeps = self._keeps or self._receivers > 0
+        return self._receivers
 
     def stage(self, weights: NamedTensors, *, version: str, fingerprint: bool) -> Mapping[str, Any]:
-        """Copy the weights to the host; digests are computed where the tensors are."""
+        """Digests, if asked, are computed where the tensors are; else nothing is read."""
         if self._rank:
-            _exhaust(weights)
+            exhaust(weights if fingerprint else ())
             return {"version": version, "tensors": 0}
-        if self._image is None:
-            self._image = FlatImage(self._manifest, self._open_exporter().host(self._manifest.nbytes))
-        return {"version": version, **self._image.write(weights, fingerprint=fingerprint, digest_of=word_digest)}
+        return stage_in_place(weights, self._manifest, version=version, digest_of=word_digest if fingerprint else None)
 
     def stream(self, weights: NamedTensors) -> None:
-        """Send `weights`, in manifest order, or without any the host's copy; return when every worker has taken all.
+        """Send `weights`, in manifest order, or for `()` the host's copy; return when every worker has taken all.
 
         Raises WeightSyncError or DeadlineError naming the worker in the way. The workers then give up too, and the next
         `init_info` starts afresh. `weights` is always exhausted, since for other ranks it may be a collective.
         """
-        if self._rank:
-            _exhaust(weights)
-            return
         arriving = iter(weights)
         try:
-            self._send(self._spans(next(arriving, None), arriving))
+            if self._receivers is None and self._rank == 0:
+                raise WeightSyncError("no connected engines", fix="initialise the engines' weight transfer first")
+            if not self._receivers:
+                exhaust(arriving)
+                return
+            self._live_page()
+            self._send([(0, self._kept.buffer)] if asks_for_copy(weights) else _spans_of(arriving, self._manifest))
         except BaseException:
             if self._page is not None:
                 self._page.end(State.BROKEN)
-            _exhaust(arriving)
+            exhaust(arriving)
             raise
+
+    def keep(self, weights: NamedTensors) -> None:
+        """Copy `weights` to page-locked memory of the host, where there is enough of it.
+
+        Rank 0 does, and every rank from which a worker took once: one that is restarted there will again.
+        """
+        if self._keeps:
+            self._kept.write(weights)
+        else:
+            exhaust(weights)
 
     def close(self) -> None:
         """Remove the control page and give the buffers up. Calling it again does nothing."""
         self._drop_page()
-        self._buffers, self._image = [], None
+        self._kept.drop()
+        self._buffers = []
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None
 
     # ---- sending
 
-    def _spans(self, first: tuple[str, Any] | None, rest: Iterable[tuple[str, Any]]) -> Iterator[tuple[int, Any]]:
-        """(place in the segment, bytes there) in ascending order."""
-        if first is not None:
-            yield from _spans_of(itertools.chain([first], rest), self._manifest)
-        elif self._image is not None:
-            yield 0, self._image.buffer
-        else:
-            raise WeightSyncError("stream before stage", fix="stage the weights first")
-
     def _send(self, spans: Iterable[tuple[int, Any]]) -> None:
+        """Each span is (place in the segment, bytes there), in ascending order."""
         exporter, page = self._open_exporter(), self._live_page()
         waiting = deque(self._pieces)
         buffer: Any = None
@@ -182,7 +215,6 @@ class DeviceIpcTrainer:
     def _open_exporter(self) -> Exporter:
         if self._exporter is None:
             self._exporter = build_exporter(self._target, name=self._stem)
-            self._buffers = [self._exporter.allocate(self._buffer_bytes) for _ in range(self._num_buffers)]
         return self._exporter
 
     def _live_page(self) -> ControlPage:
@@ -199,9 +231,13 @@ class DeviceIpcTrainer:
 
 
 class DeviceIpcEngine:
-    """The engine's half in one worker; its number is `rank_offset + worker_rank`."""
+    """The engine's half in one worker; its number is `rank_offset + worker_rank`.
 
-    def __init__(self) -> None:
+    `identity` names this worker's device in place of the exporter's.
+    """
+
+    def __init__(self, *, identity: str = "") -> None:
+        self._identity = identity
         self._page: ControlPage | None = None
         self._exporter: Exporter | None = None
         self._number = 0
@@ -218,9 +254,17 @@ class DeviceIpcEngine:
         self._plan = [(bucket, cut(bucket, int(info["buffer_bytes"]))) for bucket in buckets]
         self._number = int(info["rank_offset"]) + int(info["worker_rank"])
         self._timeout_s = float(info["timeout_s"])
-        page = ControlPage.open(Path(info["page"]))
         exporter = build_exporter(info["exporter"], name=info["name"])
-        self._buffers = [exporter.open(handle) for handle in info["handles"]]
+        rings = info["rings"]
+        own = self._identity or exporter.identity()
+        ring = next((ring for ring in rings if ring["identity"] == own), rings[0])
+        self._buffers = [exporter.open(handle) for handle in ring["handles"]]
+        for other in rings:
+            if other is not ring:
+                page = ControlPage.open(Path(other["page"]))
+                page.decline(self._number)
+                page.close()
+        page = ControlPage.open(Path(ring["page"]))
         page.join(self._number)
         self._page, self._exporter, self._next_piece = page, exporter, page.of(self._number, "taken")
         self._is_lost = False
@@ -280,22 +324,5 @@ class DeviceIpcEngine:
 
 def _spans_of(weights: NamedTensors, manifest: Manifest) -> Iterator[tuple[int, Any]]:
     """(place in the segment, bytes) of every tensor. Raises WeightSyncError unless they come as the manifest lists them."""
-    import torch
-
-    due = iter(manifest.tensors)
-    for name, tensor in weights:
-        spec = next(due, None)
-        if spec is None or spec.name != name:
-            raise WeightSyncError(
-                f"tensor {name} came where {spec.name if spec else 'nothing'} was due", fix="send tensors in manifest order"
-            )
-        place = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-        check_spec(place, name, tensor, again=False)
-        yield spec.offset, tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if (missing := next(due, None)) is not None:
-        raise WeightSyncError(f"tensor {missing.name} was due and did not come", fix="send every tensor of the manifest")
-
-
-def _exhaust(weights: Iterable[Any]) -> None:
-    for _ in weights:
-        pass
+    for spec, tensor in in_order(weights, manifest):
+        yield spec.offset, bytes_of(tensor)

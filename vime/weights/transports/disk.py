@@ -78,6 +78,9 @@ class DiskTrainer:
     def stream(self, weights: NamedTensors) -> None:
         """Nothing travels while the engines receive."""
 
+    def keep(self, weights: NamedTensors) -> None:
+        """Engines that start later read what `stage` wrote."""
+
     def close(self) -> None:
         """Rank 0 removes the directory; calling it again does nothing."""
         if self._rank == 0:

@@ -12,6 +12,8 @@ from vime.facts.process import Factory
 from vime.weights.transports.flat import host_buffer
 
 SHARED_MEMORY = Path("/dev/shm")
+HOST = "host"
+"""The identity of the host's memory, which every process of a node has as its own."""
 
 
 class Exporter(Protocol):
@@ -19,6 +21,10 @@ class Exporter(Protocol):
 
     Both halves of an edge use the same exporter. Nothing is pickled: a handle is JSON.
     """
+
+    def identity(self) -> str:
+        """This process's device: equal in all processes of the node that have it as their own, and in no others."""
+        ...
 
     def allocate(self, nbytes: int) -> Any:
         """A uint8 tensor [nbytes] on this process's device whose memory can be exported."""
@@ -66,6 +72,9 @@ class HostExporter:
         self._stem = Path(directory) / name
         self._paths: dict[int, Path] = {}
         self._count = 0
+
+    def identity(self) -> str:
+        return HOST
 
     def allocate(self, nbytes: int) -> Any:
         path = self._stem.with_name(f"{self._stem.name}-b{self._count}-{os.getpid()}-w")

@@ -69,6 +69,9 @@ class HostShmTrainer:
     def stream(self, weights: NamedTensors) -> None:
         """Nothing travels while the engines receive."""
 
+    def keep(self, weights: NamedTensors) -> None:
+        """Engines that start later read what `stage` wrote."""
+
     def close(self) -> None:
         """Unmap, and remove the file if this rank made it. Calling it again does nothing."""
         if self._image is not None and self._owner:

@@ -50,6 +50,12 @@ class CudaExporter:
     def __init__(self, *, name: str = "") -> None:
         self._name = name
 
+    def identity(self) -> str:
+        """The GPU's UUID."""
+        import torch
+
+        return _uuid(torch.cuda.current_device())
+
     def allocate(self, nbytes: int) -> Any:
         """Plain device memory. Raises WeightSyncError where the allocator is set to expandable segments."""
         refuse_expandable(os.environ)

@@ -28,6 +28,11 @@ HALVES: dict[str, dict[Side, Factory]] = {
     },
 }
 
+_OPTIONS: dict[Side, dict[str, object]] = {Side.TRAINER: {}, Side.ENGINE: {"in_place": True}}
+"""vLLM's dense layers multiply with the live parameters as the checkpoint has them: 0.26 changes them for the CPU only
+(`UnquantizedLinearMethod` and `UnquantizedEmbeddingMethod`). So an update is a copy into them, also after sleep, whose end maps
+them at the same addresses and brings back the buffers. Engines whose model is not of this kind reload layer by layer."""
+
 _ON_ONE_DEVICE = 200e9
 """8 GB loaded into a model on the same H200 took 0.04 s."""
 _OF_SCALE_UP = 294 / 370
@@ -39,7 +44,14 @@ _PINNED = 55.4e9
 def offers(edge: Edge, side: Side) -> tuple[TransportOffer, ...]:
     """This side's half of every transport, with what it needs of the edge. The disk comes from `base`."""
     return tuple(
-        TransportOffer(protocol, side, halves[side], _cost(protocol, edge), preconditions=_preconditions(protocol, edge, side))
+        TransportOffer(
+            protocol,
+            side,
+            halves[side],
+            _cost(protocol, edge),
+            preconditions=_preconditions(protocol, edge, side),
+            options=_OPTIONS[side],
+        )
         for protocol, halves in HALVES.items()
     )
 
@@ -69,8 +81,10 @@ def _why_not(request: RoleRequest) -> str:
 
 
 def _peer_access(edge: Edge) -> Precondition:
-    """Every engine device must reach the device that sends; a node whose facts are unknown is not refused."""
-    cut = [(a, b) for node, a, b in _pairs(edge) if _reached(node, "p2p_read", a, b) is False]
+    """Every engine device that no rank is on must reach the first rank's, which sends there; a node whose facts are unknown is
+    not refused.
+    """
+    cut = [(a, b) for node, a, b in _apart(edge) if _reached(node, "p2p_read", a, b) is False]
     text = "; ".join(f"device {a} cannot read device {b}" for a, b in cut[:3])
     return Precondition(not cut, f"devices must read each other's memory (NVML's peer status): {text or 'they do'}")
 
@@ -83,6 +97,14 @@ def _pairs(edge: Edge) -> list[tuple[NodeInventory, int, int]]:
     found = [(edge.engine.inventories[s.node], s.device) for s in edge.engine.placement.slots]
     near = [(node, node.devices[position].index) for node, position in found if node.hostname == home.hostname]
     return [(node, index, sender) for node, index in near if index != sender]
+
+
+def _apart(edge: Edge) -> list[tuple[NodeInventory, int, int]]:
+    """Of `_pairs` those whose engine device belongs to no rank of the trainer: each rank sends to the workers on its device."""
+    slots = edge.trainer.placement.slots
+    home = edge.trainer.inventories[slots[0].node]
+    ranks = {home.devices[slot.device].index for slot in slots if slot.node == slots[0].node}
+    return [pair for pair in _pairs(edge) if pair[1] not in ranks]
 
 
 def _reached(node: NodeInventory, matrix: str, a: int, b: int) -> bool | None:
@@ -99,14 +121,16 @@ def _cost(protocol: str, edge: Edge) -> TransferCost:
     provenance = "measured" if on_h200 else "derived"
     if protocol == "host_shm":
         return TransferCost(_PINNED / 2, fixed_s=0.01, provenance="derived")
-    pairs = _pairs(edge)
+    pairs, scale_up = _pairs(edge), table(node).get("scale_up").value
     if protocol == "device_ipc" and not pairs:
         return TransferCost(_ON_ONE_DEVICE, fixed_s=0.005, provenance=provenance)
-    scale_up = table(node).get("scale_up").value
     near = edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE)
     if not near or scale_up is None or any(_reached(n, "p2p_nvlink", a, b) is False for n, a, b in pairs):
         return TransferCost(None)
     if protocol == "collective":
         return TransferCost(scale_up * _OF_SCALE_UP, fixed_s=0.01, provenance=provenance)
+    if not (apart := _apart(edge)):
+        # Each rank gathers what all have over NVLink first, then hands it over on its own device.
+        return TransferCost(1 / (1 / scale_up + 1 / _ON_ONE_DEVICE), fixed_s=0.01, provenance="derived")
     # The sending device's links are shared by all workers that read from it at once.
-    return TransferCost(scale_up / len(pairs), fixed_s=0.005, provenance=provenance if len(pairs) == 1 else "derived")
+    return TransferCost(scale_up / len(apart), fixed_s=0.005, provenance=provenance if len(pairs) == 1 else "derived")

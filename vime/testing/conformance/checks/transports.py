@@ -107,8 +107,8 @@ def too_far_is_refused(subject: Subject) -> None:
 @check("C32", hooks=["vime_transports"], title="weights arrive")
 def weights_arrive(subject: Subject) -> str | None:
     """Two updates of a few tensors travel over every transport that can run here, bit for bit and in order. What streams
-    brings each once more from what it kept, when the trainer's tensors have changed. On a platform of devices, without
-    --device, only transports of the core that use the host's memory run."""
+    brings each once more from what it kept, when the trainer's tensors have changed. No half holds on to those tensors'
+    storages. On a platform of devices, without --device, only transports of the core that use the host's memory run."""
     for library in ("torch", "xxhash", "safetensors"):
         if importlib.util.find_spec(library) is None:
             raise NotRun(f"{library} is not installed")
@@ -199,9 +199,12 @@ class _Trip:
             absent = sorted(set(weights) - set(staged["digests"]))
             require(not absent, f"{self._protocol} gives no digest for {', '.join(absent)}", "digest every tensor")
         self._deliver(half, peer, staged, weights.items())
-        wanted = [[t.name, *content(weights[t.name])] for t in manifest.tensors]
+        wanted = [[t.name, *content(weights[t.name].clone())] for t in manifest.tensors]
         self._compare(peer, wanted, f"in update {version}")
         half.keep(weights.items())
+        held = [name for name, tensor in weights.items() if not tensor.untyped_storage().resizable()]
+        what = f"{self._protocol} holds on to the storage of {', '.join(held)}, so it cannot leave the device"
+        require(not held, what, "copy a tensor before taking a numpy view of it")
         if half.streams:
             for tensor in weights.values():
                 tensor.zero_()

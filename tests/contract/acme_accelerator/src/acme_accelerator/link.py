@@ -97,7 +97,8 @@ class LinkTrainer:
         arriving = iter(weights)
         try:
             for spec, data in self._kept_bytes() if asks_for_copy(weights) else in_order(arriving, self._manifest):
-                self._send_tensor(spec, bytes_of(data).numpy(force=True).data)
+                # A numpy view would hold a parameter's own storage for good, which then could not leave the device.
+                self._send_tensor(spec, bytes_of(data).clone().numpy().data)
         finally:
             exhaust(arriving)
 
