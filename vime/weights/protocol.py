@@ -211,7 +211,7 @@ class Publisher:
             if self._sleep_level:
                 # A model's own loader is tried on names, and may look at parameters that have no memory in an asleep engine.
                 await self._join_engines(clock)
-            updates = await self._updateall_of(engines, staged, version)
+            updates = await self._update_all(engines, staged, version)
             clock.mark("update")
             if before_serving is not None:
                 await self._leave(before_serving, clock)
@@ -324,7 +324,7 @@ class Publisher:
             self._asleep |= {engine.name: left} if left else {}
         clock.mark(f"wake_{tag}")
 
-    async def _updateall_of(
+    async def _update_all(
         self, engines: Sequence[EngineControl], staged: Mapping[str, Any], version: PolicyVersion, *, kept: bool = False
     ) -> dict[str, Mapping[str, float]]:
         """Update engines while the trainer streams -> seconds by engine and phase. After a failure all must join anew."""
@@ -342,7 +342,7 @@ class Publisher:
         try:
             await self._join(engines)
             await all_of([e.shut(self._pause) for e in engines])
-            await self._updateall_of(engines, published.staged, published.version, kept=True)
+            await self._update_all(engines, published.staged, published.version, kept=True)
             await self._serve(engines, published, Clock())
         finally:
             if self._link.streams:
