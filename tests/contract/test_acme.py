@@ -58,7 +58,8 @@ def distribution(folder: Path, name: str, source: str, *, owner: str | None = No
     module = owner.replace("-", "_")
     info = folder / f"{module}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {owner}\nVersion: {version}\n")
+    written_for = "Keywords: vime-hooks>=1.0,<2\n"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {owner}\nVersion: {version}\n{written_for}")
     (info / "entry_points.txt").write_text(f"[vime.plugins]\n{name} = {module}\n")
     (folder / f"{module}.py").write_text(source)
     return folder

@@ -109,9 +109,11 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def segments(processes: list[psutil.Process]) -> set[Path]:
-    """Shared-memory files that these processes map, and those of any vime run."""
+    """Shared-memory files that these processes map or made: a vime file carries its maker's process id in its name."""
     mapped = {Path(m.path) for p in processes for m in _maps(p) if m.path.startswith(f"{SHARED_MEMORY}/")}
-    return {path for path in mapped | set(SHARED_MEMORY.glob("vime-*")) if path.exists()}
+    makers = {str(process.pid) for process in processes}
+    made = {path for path in SHARED_MEMORY.glob("vime-*") if makers & set(path.name.split("-"))}
+    return {path for path in mapped | made if path.exists()}
 
 
 def _maps(process: psutil.Process) -> list[Any]:

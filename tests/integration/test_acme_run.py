@@ -14,7 +14,7 @@ import pytest
 
 from vime.testing.recording import HookCall, read_trace, unasked
 
-from live_runs import environment, rows, steps, write_run
+from live_runs import environment, rows, steps, wait_for, write_run
 
 NUM_STEPS = 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def run_on_acme(path: Path, site: Path, *, timeout_s: float = 150.0, **extra: st
 
 
 def orphans() -> set[Path]:
-    """Sockets and segments of runs in shared memory whose process is gone."""
+    """Sockets and segments of runs in shared memory whose process is gone; a killed run's last until its guardian has ended."""
     found = (path for path in Path("/dev/shm").glob("vime-*-w") if not psutil.pid_exists(int(path.name.split("-")[-2])))
     return set(found)
 
@@ -50,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, acme_site: Path) -> Path:
     path = write_run(folder, topology=topology(acme_site), schedule={"num_steps": NUM_STEPS})
     before = orphans()
     run_on_acme(path, acme_site, VIME_TRACE_PLUGINS=str(folder / "trace.jsonl"))
-    assert orphans() <= before
+    wait_for(lambda: orphans() <= before, timeout_s=20, what="the removal of all shared memory")
     return folder
 
 

@@ -98,7 +98,7 @@ def test_a_broken_plugin_is_an_error_when_asked_for(tmp_path: Path) -> None:
     package = tmp_path / "site"
     info = package / "acme_vime-1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-vime\nVersion: 1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-vime\nVersion: 1.0\nKeywords: vime-hooks>=1.0,<2\n")
     (info / "entry_points.txt").write_text("[vime.plugins]\nacme = acme_vime_plugin\n")
     (package / "acme_vime_plugin.py").write_text("import a_library_that_is_not_there\n")
     search = os.pathsep.join([str(package), environment()["PYTHONPATH"]])
@@ -124,8 +124,7 @@ def test_a_used_directory_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_an_engine_that_dies_at_start_gives_its_cause(tmp_path: Path) -> None:
     output = fails(write_run(tmp_path, rollout={"vllm": {"block_size": 7}}), within_s=60.0)
-    assert "engine 0" in output
-    assert "block" in output.lower()
+    assert "engine 0: died at start (exit code 1): ValueError: No common block size for 7" in output
 
 
 def test_an_engine_that_never_answers_is_named(tmp_path: Path) -> None:

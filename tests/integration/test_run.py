@@ -94,7 +94,6 @@ def drill(finished: Path, folder: Path, *, at_step: int, moment: float) -> None:
     (folder / "model").symlink_to(finished / "model")
     (folder / "prompts.jsonl").symlink_to(finished / "prompts.jsonl")
     path = write_run(folder, checkpoint={"every": 2, "keep": 10}, schedule={"num_steps": KEPT_STEPS})
-    before = segments([])
     process = start(path)
     run_dir = folder / "run"
     if at_step:
@@ -102,11 +101,12 @@ def drill(finished: Path, folder: Path, *, at_step: int, moment: float) -> None:
     else:
         wait_for((run_dir / "metrics.jsonl").exists, timeout_s=60, what="the start")
     time.sleep(moment * 0.3)
+    os.kill(process.pid, signal.SIGSTOP)  # to look takes longer than a step
     family = descendants(process.pid)
-    mine = segments(family) - before
+    mine = segments(family)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert family or not at_step
+    assert (family and mine) or not at_step
     deadline = time.monotonic() + 15
     while (left := list(alive(family))) and time.monotonic() < deadline:
         time.sleep(0.2)

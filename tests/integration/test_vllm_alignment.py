@@ -14,6 +14,7 @@ import pytest
 
 from vime.errors import EngineError
 from vime.rollout.engine import EngineServer, EngineSpec, engine_env
+from vime.rollout.launcher import group_members
 from vime.testing.tiny_models import make_tiny_qwen3
 
 CPU = "vllm.platforms.cpu.CpuPlatform"
@@ -50,11 +51,14 @@ def write_platform(spec: EngineSpec, source: str) -> None:
 
 
 async def failure(spec: EngineSpec) -> str:
+    """What a server that cannot start says; none of its processes is left when it has said it."""
     server = EngineServer(spec)
     server.start()
+    group = server.group
     try:
         with pytest.raises(EngineError) as caught:
             await server.wait_ready(120)
+        assert group_members(group) == []
     finally:
         server.stop()
     return str(caught.value)
