@@ -114,7 +114,7 @@ def model_of(args: argparse.Namespace, here: Here, clock: Clock) -> Path:
 
 @dataclass(frozen=True)
 class Planned:
-    """A colocated run on one device that is planned and not started."""
+    """A run with one trainer rank and one engine, colocated or apart, that is planned and not started."""
 
     config: Any
     plan: Any
@@ -165,8 +165,15 @@ def finish(record: Record, planned: Planned, text: str) -> int:
     return 0 if record.ok else 1
 
 
-def plan_run(args: argparse.Namespace, here: Here, model: Path, *, tokens: tuple[int, int] = TINY) -> Planned:
-    """Plan a run on one device of this machine; `tokens` are the longest prompt and response.
+def plan_run(
+    args: argparse.Namespace,
+    here: Here,
+    model: Path,
+    *,
+    tokens: tuple[int, int] = TINY,
+    topology: Mapping[str, Any] | None = None,
+) -> Planned:
+    """Plan a run on one device of this machine, or with a `topology`; `tokens` are the longest prompt and response.
 
     Raises what `vime plan` raises.
     """
@@ -179,12 +186,13 @@ def plan_run(args: argparse.Namespace, here: Here, model: Path, *, tokens: tuple
 
     folder = Path(tempfile.mkdtemp(prefix="vime-bench-"))
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(_run_file(args, here, folder, (model, tokens))))
+    settings = _run_file(args, here, folder, (model, tokens))
+    path.write_text(yaml.safe_dump(settings | ({} if topology is None else {"topology": dict(topology)})))
     loaded = load_config(path, overrides=args.overrides)
-    topology = load_topology(loaded.topology_source, platform=args.platform)
-    pools = frozenset(topology.topology.pools)
+    asked = load_topology(loaded.topology_source, platform=args.platform)
+    pools = frozenset(asked.topology.pools)
     plan = make.make_plan(
-        topology,
+        asked,
         model=read_shape(loaded.config.model.path),
         needs=needs_from(loaded.config),
         platforms={args.platform: here.platform},

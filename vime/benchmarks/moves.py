@@ -171,8 +171,19 @@ def park(where: Where, sizes: Sizes, memory: Factory, repeats: int) -> dict[str,
 # ---- from process to process
 
 
-def transfer(where: Where, sizes: Sizes, halves: tuple[Factory, Factory], *, kept: bool, repeats: int) -> dict[str, Any]:
-    """Stream new weights a few times from their tensors, or with `kept` from the host's copy; every bit is compared."""
+def transfer(
+    where: Where,
+    sizes: Sizes,
+    halves: tuple[Factory, Factory],
+    *,
+    kept: bool,
+    repeats: int,
+    env: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Stream new weights a few times from their tensors, or with `kept` from the host's copy; every bit is compared.
+
+    `env` is over this process's own environment for the one that receives.
+    """
     from vime.weights.transports.base import TransferContext
 
     manifest = manifest_of(sizes, where.dtype)
@@ -180,7 +191,7 @@ def transfer(where: Where, sizes: Sizes, halves: tuple[Factory, Factory], *, kep
     with tempfile.TemporaryDirectory(prefix="vime-moves-") as folder:
         context = TransferContext(f"m{os.getpid()}", manifest, 0, "127.0.0.1", Path(folder), BUFFER_BYTES, WAIT_S, lead={})
         half = halves[0].load().from_context(context, **halves[0].options)
-        peer = Peer(Path(folder), order)
+        peer = Peer(Path(folder), order, env)
         try:
             offer = half.init_info(1)
             peer.tell("connect", info={**offer["info"], "manifest": offer["manifest"], "rank_offset": 0, "worker_rank": 0})
@@ -226,12 +237,14 @@ def _sent(where: Where, what: tuple[Sizes, Any], half: Any, peer: Peer, *, seed:
 class Peer:
     """The child that receives."""
 
-    def __init__(self, folder: Path, order: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, order: Mapping[str, Any], env: Mapping[str, str] | None = None) -> None:
         path, self._log = folder / "order.json", folder / "peer.log"
         path.write_text(json.dumps(order))
         words = [sys.executable, "-m", "vime.benchmarks.moves", str(path)]
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            self._process = subprocess.Popen(
+                words, env={**os.environ, **(env or {})}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
 
     def tell(self, action: str, **words: Any) -> None:
         assert self._process.stdin is not None

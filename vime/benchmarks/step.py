@@ -1,8 +1,9 @@
-"""`vime bench step`: GRPO steps of `vime run` on random weights, trainer and engine taking turns on the devices of one node.
+"""`vime bench step`: GRPO steps of `vime run` on random weights, trainer and engines on the devices of one node.
 
-For each residency: seconds by phase and bytes by tag at each edge as the run logs them, the probe of every publication, how far
-the trainer's and the engine's log-probs are apart in each step, the device's memory as its driver counts it, and what the plan
-said beside what was measured. `--drill` runs the drills of `drills.py` in place of that.
+Roles take turns on shared devices, in each residency, or have devices of their own. For each run: seconds by phase and bytes by
+tag at each edge as the run logs them, losses, staleness, the rate and the probe of every publication, how far the trainer's and
+the engines' log-probs are apart in each step, the device's memory as its driver counts it, and what the plan said beside that.
+`--drill` runs the drills of `drills.py` in place of it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import yaml
 
 from vime.benchmarks import predicted, watching
 from vime.benchmarks.engines import Clock, Here, look, model_of, open_record
+from vime.benchmarks.layouts import ACTOR, Layout, add_layout_arguments, layout_of, topology
 from vime.benchmarks.record import command, vime
 from vime.benchmarks.shapes import write_prompts
 
+LOSSES = ("loss", "grad_norm")
 DIFFERENCES = ("train/train_rollout_logprob_abs_diff", "train/train_rollout_logprob_abs_diff_max")
 RESIDENCIES = ("park", "resident", "auto")
 DRILLS = ("negative", "kill")
@@ -34,7 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--drill", nargs="+", choices=DRILLS, default=(), help="plant faults and kill an engine instead of measuring")
     add("--dtype", help="of model and training (the platform's)")
-    add("--residency", nargs="+", choices=RESIDENCIES, default=["park", "resident"], help="in turn (park resident)")
+    add(
+        "--residency",
+        nargs="+",
+        choices=RESIDENCIES,
+        default=["park", "resident"],
+        help="where shared, in turn (park resident)",
+    )
+    add_layout_arguments(parser)
     add("--steps", type=int, default=3, help="steps of a run (3)")
     add("--batch", type=int, default=8, help="prompts a step (8)")
     add("--group", type=int, default=4, help="responses to a prompt (4)")
@@ -60,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     args.response = args.response or 64
     bench = Bench(args, look(args), Clock(args.limit))
     record = open_record(args, "step")
-    for residency in args.residency:
+    for residency in args.residency if bench.layout.shared else [args.layout]:
         record.run(residency, lambda r=residency: bench.measure(r))
     print("\n".join(report(record.parts)))
     return 0 if record.ok else 1
@@ -71,6 +81,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, here: Here, clock: Clock) -> None:
         self.args, self.here, self.clock = args, here, clock
+        self.layout: Layout = layout_of(args, here.node)
 
     @property
     def dtype(self) -> str:
@@ -83,7 +94,8 @@ class Bench:
             how = watch.finish(self.deadline())
         finally:
             watch.end()
-        found = {"ended": how, "seconds": watch.now(), **gathered(watch), "predicted": self.compared(watch)}
+        found = {"ended": how, "seconds": watch.now(), "layout": self.layout.told(), "max_staleness": self.args.max_staleness}
+        found |= {**gathered(watch, shared=self.layout.shared), "predicted": self.compared(watch)}
         found["ok"] = how == "exit code 0" and len(found["steps"]) == self.args.steps
         found |= {} if found["ok"] else {"error": f"the run ended with {how}", "logs": watch.tails(), "kept": str(watch.folder)}
         if found["ok"]:
@@ -127,7 +139,7 @@ class Bench:
         return {
             "run": {"dir": str(folder / "run"), "seed": 5},
             "model": {"path": str(model), "dtype": self.dtype},
-            "topology": topology(residency, virtual=self.here.node.virtual),
+            "topology": topology(self.layout, residency, virtual=self.here.node.virtual, transport=args.transport),
             "data": {"path": str(folder / "prompts.jsonl"), "max_prompt_tokens": longest},
             "rollout": {
                 "batch_size": args.batch,
@@ -145,7 +157,7 @@ class Bench:
                 "step_timeout_s": 240,
                 **recompute,
             },
-            "schedule": {"num_steps": args.steps},
+            "schedule": {"num_steps": args.steps, "max_staleness": args.max_staleness},
             "checkpoint": {"last": False},
             "observe": {"tensorboard": False},
         }
@@ -159,23 +171,10 @@ class Bench:
         return {**bounds, "max_num_seqs": 128, "enforce_eager": not args.graphs}
 
 
-def topology(residency: str, *, virtual: bool) -> dict[str, Any]:
-    """One node of a platform, all its devices shared; on a host one slot."""
-    slots = {"nodes": 1, "devices_per_node": 1} if virtual else {}
-    return {
-        "schema": "vime.topology/v1",
-        "name": f"{residency}-on-one-node",
-        "pools": {"node": {"platform": "auto", **slots}},
-        "roles": {"actor": {"kind": "train", "devices": "all"}, "rollout": {"kind": "rollout", "devices": "all"}},
-        "share": [{"roles": ["actor", "rollout"], "mode": "time", "residency": residency}],
-        "sync": [{"from": "actor", "to": "rollout"}],
-    }
-
-
 # ---- what a run left
 
 
-def gathered(watch: watching.Watch) -> dict[str, Any]:
+def gathered(watch: watching.Watch, *, shared: bool) -> dict[str, Any]:
     """What the rows say, by kind, and the plan beside it."""
     rows = watch.rows()
     found: dict[str, Any] = {"steps": [], "syncs": [], "walls": [], "memory": [], "events": []}
@@ -186,7 +185,7 @@ def gathered(watch: watching.Watch) -> dict[str, Any]:
                 metrics = {n: v for n, v in row["metrics"].items() if n.startswith(("train/", "rollout/", "perf/"))}
                 found["steps"].append({**head, "metrics": metrics, "seconds": row["seconds"], **row.get("data", {})})
             case "sync":
-                found["syncs"].append({**head, "metrics": row["metrics"], "seconds": row["seconds"]})
+                found["syncs"].append({**head, "metrics": row["metrics"], "seconds": row["seconds"], **rates(row)})
             case "wall":
                 found["walls"].append({**head, "seconds": row["seconds"]})
             case "memory":
@@ -194,15 +193,34 @@ def gathered(watch: watching.Watch) -> dict[str, Any]:
             case "event":
                 found["events"].append({**head, **row["data"], "seconds": row["seconds"]})
     found["log_prob_differences"] = [[s["metrics"].get(name) for name in DIFFERENCES] for s in found["steps"]]
+    found["losses"] = [{"step": s["step"], **{n: s["metrics"].get(f"train/{n}") for n in LOSSES}} for s in found["steps"]]
+    found["staleness"] = [watching.staleness(row) for row in watch.rows("step")]
+    return found | _beside_the_plan(watch, rows, shared=shared)
+
+
+def rates(row: Mapping[str, Any]) -> dict[str, float]:
+    """GB/s of a publication: what an engine received over the seconds of its update, over the whole of it, and over all of it
+    but `hold`, in which engines finish what they were asked for.
+    """
+    nbytes, seconds = row["metrics"].get("perf/update_weights_wire_bytes", 0.0), row["seconds"]
+    whole = seconds["sync"]
+    spans = {"update": seconds.get("sync/update", 0.0), "whole": whole, "without_hold": whole - seconds.get("sync/hold", 0.0)}
+    return {f"{name}_gb_per_s": nbytes / span / 1e9 for name, span in spans.items() if span > 0}
+
+
+def _beside_the_plan(watch: watching.Watch, rows: Sequence[watching.Row], *, shared: bool) -> dict[str, Any]:
+    """The transport, and the first device's memory beside what the plan has there: all roles, or the trainer alone."""
+    found: dict[str, Any] = {"useful_share": predicted.useful_share(rows)}
     if watch.memory:
         peak = max(used for _, used in watch.memory)
         found["device_used_gib"] = {"peak": peak, "samples": watching.thinned(watch.memory)}
     plan_file = watch.run_dir / "plan.json"
     if plan_file.exists():
         found["plan"] = plan = json.loads(plan_file.read_text())
+        found["transport"] = plan["transport"]["protocol"] if plan.get("transport") else None
+        there = [row for row in plan["memory"]["rows"] if shared or row["role"] == ACTOR]
         since_epoch = [(watch.began + t, used) for t, used in watch.memory]
-        found["device_gib_by_phase"] = predicted.device_by_phase(plan, rows, since_epoch)
-    found["useful_share"] = predicted.useful_share(rows)
+        found["device_gib_by_phase"] = predicted.device_by_phase({"memory": {"rows": there}}, rows, since_epoch)
     return found
 
 
@@ -217,9 +235,11 @@ def report(parts: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name} failed: {part.get('error', '')[-600:]}"
             continue
         chosen = part.get("plan", {}).get("residency")
-        yield f"{name}{f' ({chosen})' if chosen != name else ''}: {part['ended']} after {part['seconds']:.0f} s"
+        also = f" ({chosen})" if chosen and chosen != name else ""
+        yield f"{name}{also}: {part['ended']} after {part['seconds']:.0f} s, weights by {part.get('transport')}"
         yield from _walls(part)
         yield from _publications(part["syncs"])
+        yield from _trained(part)
         yield from _log_probs(part)
         yield from _predicted(part)
         if not part["ok"]:
@@ -240,7 +260,16 @@ def _publications(syncs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         parts = ", ".join(f"{n.removeprefix('sync/')} {s:.3f}" for n, s in row["seconds"].items() if n != "sync" and s >= 5e-4)
         probe = row["metrics"].get("sync/probe_abs_diff")
         checked = "not probed" if probe is None else f"probe {probe:.2e}"
-        yield f"  publication {row['step']}: {row['seconds']['sync']:.3f} s ({parts}), {checked}"
+        ends = "_gb_per_s"
+        gb_s = ", ".join(f"{name.removesuffix(ends)} {value:.3g}" for name, value in row.items() if name.endswith(ends))
+        yield f"  publication {row['step']}: {row['seconds']['sync']:.3f} s ({parts}), {checked}; GB/s: {gb_s or 'unknown'}"
+
+
+def _trained(part: Mapping[str, Any]) -> Iterator[str]:
+    for loss, stale in zip(part["losses"], part["staleness"], strict=True):
+        numbers = ", ".join(f"{name} {loss[name]:.6g}" for name in LOSSES if loss[name] is not None)
+        behind = ", ".join(f"{count} by {steps}" for steps, count in (stale["groups_by_steps"] or {}).items())
+        yield f"  step {loss['step']}: {numbers}; groups behind: {behind or stale}"
 
 
 def _log_probs(part: Mapping[str, Any]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """A publication to a real engine server by the transport that the plan chooses, beside copies of the same bytes.
 
+With `--apart` the engine is on a device of its own, and a copy and a broadcast between the two devices stand beside it too.
 The trainer's half is fed with random device tensors of the checkpoint's names and shapes in this process; no trainer runs.
 Two sets of weights take turns. The log-probs that the engine gives after each publication say whether it arrived: a
 publication that does nothing fails.
@@ -13,9 +14,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vime.benchmarks import moves
+from vime.benchmarks import between, moves
 from vime.benchmarks.engines import (
     Clock,
+    Here,
     Planned,
     add_engine_arguments,
     as_trainer,
@@ -30,6 +32,7 @@ from vime.benchmarks.engines import (
     table,
     with_logs,
 )
+from vime.benchmarks.layouts import one_each, topology
 from vime.errors import ProbeError, WeightSyncError
 from vime.facts.process import Factory
 
@@ -40,6 +43,8 @@ ON_HOST = (
     Factory("vime.weights.transports.device_ipc:DeviceIpcEngine"),
 )
 """What goes from process to process where the plan's own transport does not stream."""
+BUCKETS = {True: {64 << 20: 2, 20 << 20: 6}, False: {1 << 30: 8, 20 << 20: 400}}
+"""How many moves of how many bytes measure the way between two devices: on slots of a host, on devices."""
 CLEAR = 10.0
 """Two sets of weights differ in log-probs by at least this many times what one set differs from itself."""
 
@@ -47,6 +52,8 @@ CLEAR = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, residency="resident", kv_gib=4)
     parser.add_argument("--repeats", type=int, default=4, help="measured publications of each kind (4)")
+    parser.add_argument("--apart", action="store_true", help="the engine on a device of its own")
+    parser.add_argument("--transport", metavar="NAME", help="the only way for weights (the plan's choice)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,20 +61,24 @@ def run(args: argparse.Namespace) -> int:
     clock, here = Clock(args.limit), look(args)
     record = open_record(args, "sync")
     model = model_of(args, here, clock)
-    planned = plan_run(args, here, model)
+    planned = plan_run(args, here, model, topology=_topology(args, here))
     record.parts["plan"] = {"ok": True, **planned.told()}
     sizes, repeats = moves.sizes_of(model), args.repeats
     where = moves.Where(planned.device_type, planned.plan.dtype)
-    halves = halves_of(planned)
+    halves, mask = halves_of(planned), planned.plan.engines[0].mask
     record.run(
         "publications",
         lambda: with_logs(lambda: bounded(lambda: publications(planned, (where, sizes), repeats, clock), clock), planned),
     )
+    buckets = BUCKETS[here.node.virtual]
+    floors = {"copy between": between.copy_between, "broadcast": between.broadcast_between} if args.apart else {}
+    for name, floor in floors.items():
+        record.run(name, lambda f=floor: f(planned, buckets, clock))
     as_trainer(planned)
     for name, work in (
         ("copies", lambda: moves.copies(where, sizes)),
-        ("stream from tensors", lambda: moves.transfer(where, sizes, halves, kept=False, repeats=repeats)),
-        ("stream from host", lambda: moves.transfer(where, sizes, halves, kept=True, repeats=repeats)),
+        ("stream from tensors", lambda: moves.transfer(where, sizes, halves, kept=False, repeats=repeats, env=mask)),
+        ("stream from host", lambda: moves.transfer(where, sizes, halves, kept=True, repeats=repeats, env=mask)),
     ):
         where.tidy()
         record.run(name, lambda w=work: within(clock, w))
@@ -75,6 +86,12 @@ def run(args: argparse.Namespace) -> int:
     if record.ok:
         record.run("ratios", lambda: ratios(record.parts))
     return finish(record, planned, report(record.parts))
+
+
+def _topology(args: argparse.Namespace, here: Here) -> dict[str, Any]:
+    """One trainer rank and one engine, on one device or on two."""
+    layout, virtual = one_each("apart" if args.apart else "shared", here.node), here.node.virtual
+    return topology(layout, args.residency, virtual=virtual, transport=args.transport, name="bench")
 
 
 def within(clock: Clock, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -176,7 +193,14 @@ async def publications(planned: Planned, what: tuple[moves.Where, moves.Sizes], 
         "medians": medians,
         "rows": rows,
         "publication_s": medians["plain"]["seconds"]["total"],
+        "rates": rates(manifest.nbytes, medians["plain"]["seconds"]),
     }
+
+
+def rates(nbytes: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """GB/s of the update alone and of the whole publication."""
+    spans = {"update": seconds.get("update", 0.0), "publication": seconds["total"]}
+    return {f"{name}_gb_per_s": nbytes / span / 1e9 for name, span in spans.items() if span > 0}
 
 
 KINDS = {"plain": False, "fingerprint": True}
@@ -304,7 +328,17 @@ def ratios(parts: Mapping[str, Any]) -> dict[str, float]:
         "the engine's update / copy on device": medians["plain"]["engine_s"].get("update", 0.0) / floor,
         "publication / copy on device": medians["plain"]["seconds"]["total"] / floor,
     }
+    between_s = {name: floor_s(parts, name) for name in ("copy between", "broadcast") if name in parts}
+    for name, seconds in between_s.items():
+        words = {"copy between": "copy between devices", "broadcast": "broadcast between processes"}[name]
+        found[f"update / {words}"] = medians["plain"]["seconds"]["update"] / seconds
+        found[f"publication / {words}"] = medians["plain"]["seconds"]["total"] / seconds
     return found
+
+
+def floor_s(parts: Mapping[str, Any], name: str) -> float:
+    """Seconds that the publication's bytes would take between the two devices, in the larger buckets."""
+    return parts["publications"]["bytes"] / parts[name]["bytes_per_s"]
 
 
 def report(parts: Mapping[str, Any]) -> str:
@@ -315,10 +349,15 @@ def report(parts: Mapping[str, Any]) -> str:
         for kind, median in found["medians"].items():
             rows += [(f"{kind}: {name}", value, "s") for name, value in median["seconds"].items() if value >= 5e-5]
             rows += [(f"{kind}: engine's {name}", value, "s") for name, value in median["engine_s"].items()]
+        rows += [(name.removesuffix("_gb_per_s"), value, "GB/s") for name, value in found["rates"].items()]
         rows += [("copy for later engines, beside the run", found["medians"]["plain"]["keep_s"], "s")]
     if plain.get("ok"):
         rows += [("copy on the device: the floor", plain["on_device_s"], f"s, {plain['on_device_bytes_per_s'] / 1e9:.4g} GB/s")]
         rows += [("copy to the host", plain["to_host_s"], f"s, {plain['to_host_bytes_per_s'] / 1e9:.4g} GB/s")]
+    for name in ("copy between", "broadcast"):
+        if parts.get(name, {}).get("ok"):
+            sized = parts[name]["buckets"].items()
+            rows += [(f"{name}, {int(nbytes) >> 20} MiB at once", row["gb_per_s"], "GB/s") for nbytes, row in sized]
     for name in ("stream from tensors", "stream from host"):
         if parts.get(name, {}).get("ok"):
             rows += [(f"{name}, no engine", parts[name]["stream_s"], f"s, {parts[name]['stream_bytes_per_s'] / 1e9:.4g} GB/s")]

@@ -1,7 +1,7 @@
 """`vime bench train`: a trainer rank's speed beside the device's own matrix product, its memory beside the planned one.
 
 One child measures part after part; where it dies, another goes on with the next. Weights are drawn where they are; no engine,
-no Ray.
+no Ray. With `--layouts` several ranks are measured beside one instead (`parity.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vime.benchmarks import parity
 from vime.benchmarks.engines import open_record
 from vime.benchmarks.shapes import SHAPES, config_of
 from vime.errors import ConfigError
@@ -45,10 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--product", type=int, help="size of the reference product (8192; on a host 1024)")
     parser.add_argument("--threads", type=int, default=1, help="host threads (1)")
     parser.add_argument("--megatron", default="{}", help="JSON for trainer.megatron")
+    parity.add_layout_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """One part each: the head, accuracy (tiny only), every kind of recomputation. 1 where one failed."""
+    """One part each: the head, accuracy (tiny only), every kind of recomputation; or the layouts. 1 where one failed."""
     from vime.benchmarks.rank import ask_platform
 
     asked = ask_platform(args.platform, dtype=args.dtype)
@@ -58,6 +60,10 @@ def run(args: argparse.Namespace) -> int:
     args.dtype = asked.request.dtype
     if args.tokens < args.length:
         raise ConfigError("--tokens must hold at least one row of --length tokens", where="command line", fix="raise --tokens")
+    if args.layouts:
+        args.small = LENGTHS[True]
+        parity.require_rows(args)
+        return parity.run(args)
     record = open_record(args, "train")
     with tempfile.TemporaryDirectory(prefix="vime-bench-") as folder:
         config = (

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from vime.benchmarks.record import TAIL_LINES, vime
+from vime.types import PolicyVersion
 
 LOOK_S = 0.25
 """Between two looks at the device."""
@@ -174,6 +175,22 @@ def used_at(samples: Sequence[tuple[float, float]], t: float) -> float | None:
     """GiB in use at the look nearest to `t`; None where nobody looked within a second."""
     near = min(samples, key=lambda sample: abs(sample[0] - t), default=None)
     return None if near is None or abs(near[0] - t) > 1.0 else near[1]
+
+
+def staleness(row: Row) -> dict[str, Any]:
+    """How far the groups of a step's row lag behind, in steps: mean, largest, and how many by how far.
+
+    A row has the versions of its groups and their mean, which give the counts where there are at most two versions.
+    """
+    metrics, data = row["metrics"], row.get("data", {})
+    behind = sorted({row["step"] - 1 - PolicyVersion.parse(version).step for version in data.get("versions", ())})
+    mean, groups = metrics.get("rollout/staleness/mean"), len(data.get("groups", ()))
+    counts = {behind[0]: groups} if len(behind) == 1 else None
+    if len(behind) == 2 and mean is not None:
+        low, high = behind
+        further = round(groups * (mean - low) / (high - low))
+        counts = {low: groups - further, high: further}
+    return {"mean": mean, "max": metrics.get("rollout/staleness/max"), "groups_by_steps": counts}
 
 
 # ---- engines

@@ -11,7 +11,7 @@ BENCHES: dict[str, str] = {
     "sync": "a publication of weights beside copies of the same bytes",
     "sleep": "an engine's sleep and a trainer's parking beside vLLM's own sleep and plain copies",
     "rollout": "tokens per second through engine server, router and client beside bare vLLM",
-    "train": "a trainer rank's tokens per second beside the device's own matrix product",
+    "train": "a trainer rank's tokens per second beside the device's own matrix product; several ranks beside one",
     "step": "whole steps of a run, phase by phase, beside what its plan says",
 }
 

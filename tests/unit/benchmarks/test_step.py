@@ -20,7 +20,8 @@ from vime.errors import DeadlineError
 def bench(*words: str, virtual: bool = False, limit_s: float = 100.0) -> step.Bench:
     args = parser_of("step").parse_args(words)
     args.response = args.response or 64
-    here = SimpleNamespace(node=SimpleNamespace(virtual=virtual), capabilities=SimpleNamespace(default_dtype="bfloat16"))
+    node = SimpleNamespace(virtual=virtual, devices=(None, None))
+    here = SimpleNamespace(node=node, capabilities=SimpleNamespace(default_dtype="bfloat16"))
     return step.Bench(args, cast("Here", here), Clock(limit_s))
 
 
@@ -65,6 +66,9 @@ def part(**changes: Any) -> dict[str, Any]:
         "steps": [{"step": 1}],
         "walls": [{"step": 1, "seconds": {"wall": 4.0, "generate": 3.0, "train": 0.5}}],
         "syncs": [{"step": 0, "seconds": {"sync": 0.4, "sync/update": 0.25}, "metrics": {"sync/probe_abs_diff": 2e-7}}],
+        "transport": "disk",
+        "losses": [{"step": 1, "loss": 0.25, "grad_norm": 1.5}],
+        "staleness": [{"mean": 0.25, "max": 1, "groups_by_steps": {"0": 3, "1": 1}}],
         "log_prob_differences": [[3e-7, 1e-6]],
         "predicted": compared,
         "device_gib_by_phase": {"serving": {"predicted": 2.0, "measured": None, "ratio": None}},
@@ -75,7 +79,8 @@ def part(**changes: Any) -> dict[str, Any]:
 
 def test_the_table_ends_with_the_share_and_shows_what_is_unknown() -> None:
     lines = list(step.report({"words": {"ok": True}, "auto": part()}))
-    assert lines[0] == "auto (park): exit code 0 after 50 s"
+    assert lines[0] == "auto (park): exit code 0 after 50 s, weights by disk"
+    assert any("loss 0.25, grad_norm 1.5; groups behind: 3 by 0, 1 by 1" in line for line in lines)
     assert any("update 0.250" in line and "probe 2.00e-07" in line for line in lines)
     assert any(line.split()[-3:] == ["2.000", "-", "-"] for line in lines)
     assert any("params, MiB" in line and "3.000" in line and "median of 2" in line for line in lines)
@@ -91,6 +96,21 @@ def test_a_run_that_failed_shows_its_last_words() -> None:
     failed = part(ok=False, ended="exit code 1", logs={"driver.log": ["vime run: no memory"]}, error="the run ended")
     assert "vime run: no memory" in list(step.report({"park": failed}))[-1]
     assert list(step.report({"park": {"ok": False, "error": "no weights"}})) == ["park failed: no weights"]
+
+
+def test_rates_of_a_publication_by_hand() -> None:
+    seconds = {"sync": 2.0, "sync/hold": 1.5, "sync/update": 0.25}
+    found = step.rates({"metrics": {"perf/update_weights_wire_bytes": 1e9}, "seconds": seconds})
+    assert found == {"update_gb_per_s": 4.0, "whole_gb_per_s": 0.5, "without_hold_gb_per_s": 2.0}
+    assert step.rates({"metrics": {}, "seconds": {"sync": 0.0}}) == {}
+
+
+def test_apart_is_one_run_of_disjoint_devices(tmp_path: Path) -> None:
+    config = loaded(tmp_path, bench("--layout", "apart", "--max-staleness", "1", "--transport", "collective"), "apart")
+    assert config.schedule.max_staleness == 1
+    assert isinstance(config.topology, dict)
+    assert config.topology["share"] == []
+    assert config.topology["sync"][0]["require"] == ["collective"]
 
 
 def test_words_of_the_command() -> None:

@@ -107,7 +107,8 @@ def test_ratios_and_report_by_hand() -> None:
     parts = {
         "copies": {"ok": True, "on_device_s": 0.5, "from_host_s": 4.0, "to_host_s": 4.0}
         | {f"{n}_bytes_per_s": 1e9 for n in ("on_device", "to_host", "from_host")},
-        "publications": {"ok": True, "bytes": 2e9, "transport": "t", "medians": {"plain": row, "fingerprint": row}},
+        "publications": {"ok": True, "bytes": 2e9, "transport": "t", "medians": {"plain": row, "fingerprint": row}}
+        | {"rates": sync.rates(int(2e9), row["seconds"])},
         "stream from tensors": {"ok": True, "stream_s": 1.0, "stream_bytes_per_s": 2e9},
         "stream from host": {"ok": True, "stream_s": 6.0, "stream_bytes_per_s": 2e9},
     }
@@ -118,8 +119,29 @@ def test_ratios_and_report_by_hand() -> None:
     assert found["stream from the host's copy / copy from host"] == 1.5
     last = sync.report({**parts, "ratios": {"ok": True, **found}}).splitlines()[-1]
     assert last.split() == ["publication", "/", "copy", "on", "device", "6", "of", "the", "floor's", "time"]
+    assert "1 GB/s" in " ".join(sync.report(parts).split())
     failed = sync.report({"publications": {"ok": False, "error": "it broke"}})
     assert "publications failed: it broke" in failed
+
+
+def test_two_devices_have_floors_of_their_own() -> None:
+    row = {"seconds": {"hold": 1.0, "update": 2.0, "total": 3.0}, "engine_s": {"update": 1.5}, "keep_s": 0.25}
+    stream = {"ok": True, "stream_s": 1.0, "stream_bytes_per_s": 2e9}
+    copies = {"ok": True, "on_device_s": 0.5, "from_host_s": 4.0, "to_host_s": 4.0}
+    parts = {
+        "copies": copies,
+        "publications": {"ok": True, "bytes": 2e9, "medians": {"plain": row, "fingerprint": row}},
+        "copy between": {"ok": True, "bytes_per_s": 4e9},
+        "broadcast": {"ok": True, "bytes_per_s": 2e9},
+        "stream from tensors": stream,
+        "stream from host": stream,
+    }
+    found = sync.ratios(parts)
+    assert found["update / copy between devices"] == 4.0
+    assert found["publication / copy between devices"] == 6.0
+    assert found["update / broadcast between processes"] == 2.0
+    assert list(found)[-1] == "publication / broadcast between processes"
+    assert sync.rates(int(2e9), row["seconds"]) == {"update_gb_per_s": 1.0, "publication_gb_per_s": pytest.approx(2 / 3)}
 
 
 def test_medians_by_phase() -> None:

@@ -6,8 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from vime.benchmarks.watching import Watch, core_pids, device_counter, engine_families, thinned, used_at
+import pytest
+
+from vime.benchmarks.watching import Watch, core_pids, device_counter, engine_families, staleness, thinned, used_at
 
 
 def watch(folder: Path, code: str) -> Watch:
@@ -46,6 +49,25 @@ def test_samples_are_thinned_and_found_by_time() -> None:
     assert used_at(samples, 0.6) == 4.0
     assert used_at(samples, 2.5) is None
     assert used_at([], 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("versions", "mean", "counts"),
+    [
+        (["0.4"], 0.0, {0: 8}),
+        (["0.3"], 1.0, {1: 8}),
+        (["0.3", "0.4"], 0.25, {0: 6, 1: 2}),
+        (["0.2", "0.4"], 0.25, {0: 7, 2: 1}),
+        (["1.2", "0.2"], 2.0, {2: 8}),
+        (["0.2", "0.3", "0.4"], 1.0, None),
+        ([], None, None),
+    ],
+)
+def test_groups_are_counted_by_how_far_they_lag(versions: list[str], mean: float | None, counts: dict[int, int] | None) -> None:
+    metrics = {} if mean is None else {"rollout/staleness/mean": mean, "rollout/staleness/max": 2.0}
+    row: dict[str, Any] = {"step": 5, "metrics": metrics, "data": {"versions": versions, "groups": list(range(8))}}
+    assert staleness(row)["groups_by_steps"] == counts
+    assert staleness(row)["mean"] == mean
 
 
 def test_slots_of_a_host_have_no_driver_to_ask() -> None:
