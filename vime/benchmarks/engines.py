@@ -72,7 +72,7 @@ def open_record(args: argparse.Namespace, name: str) -> Record:
 
 @dataclass(frozen=True)
 class Here:
-    """This machine as the asked platform sees it."""
+    """This machine as the asked platform sees it, with the devices that a mask of its environment leaves."""
 
     platform: Any
     node: Any
@@ -82,10 +82,13 @@ class Here:
 def look(args: argparse.Namespace) -> Here:
     """Raises the platform's own error where it, or its hardware, is not here."""
     from vime.facts.diagnosis import ProbeContext
+    from vime.planning.masks import visible_node
     from vime.platforms.discovery import PluginPolicy, discover
 
     platform = discover(PluginPolicy.read(platform=args.platform)).platform(args.platform)
-    node = platform.inventory(ProbeContext(dict(os.environ)))
+    env = dict(os.environ)
+    node = platform.inventory(ProbeContext(env))
+    node = visible_node(platform.ray_binding(node), node, env)
     return Here(platform, node, platform.capabilities(node))
 
 

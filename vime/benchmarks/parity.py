@@ -113,6 +113,11 @@ def measured(args: argparse.Namespace, here: Here, jobs: Sequence[Job], layout: 
         raise TrainerError(f"{layout} needs {world} devices, here are {len(here.node.devices)}", fix="leave it out")
     with tempfile.TemporaryDirectory(prefix="vime-layouts-") as folder:
         plans = [_planned(args, here, job, sizes, Path(folder)) for job in jobs]
+        refused = {job.dtype: why for job, (_, plan) in zip(jobs, plans, strict=True) if (why := why_not(job, plan))}
+        taken = [(job, plan) for job, plan in zip(jobs, plans, strict=True) if job.dtype not in refused]
+        if not taken:
+            raise TrainerError("; ".join(refused.values()), fix="ask for another --dtype")
+        jobs, plans = [job for job, _ in taken], [plan for _, plan in taken]
         role = plans[0][1].actor
         ports = _ports(len(jobs))
         masks = [dict(role.masks[rank]) if role.masks else {} for rank in range(world)]
@@ -133,6 +138,7 @@ def measured(args: argparse.Namespace, here: Here, jobs: Sequence[Job], layout: 
         "backend": role.collective.backend,
         "saw": [results[0]["saw"] if results else None for results in told.results],
         "dtypes": dict(_by_dtype(told.results)),
+        "not_run": refused,
         "seconds": told.seconds,
     }
     wrong = told.error or _disagreement(told.results)
@@ -156,6 +162,15 @@ def _disagreement(results: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
 
 
 # ---- a plan without engines
+
+
+def why_not(job: Job, plan: Any) -> str | None:
+    """Why the platform's attention does not train in a job's dtype; None where it does."""
+    attention = plan.actor.adaptation.core_attention
+    if attention is None:
+        return None
+    names = getattr(attention.load(), "dtype_names", None)
+    return None if names is None or job.dtype in names else f"{attention.target} takes {' and '.join(names)} only"
 
 
 def _planned(args: argparse.Namespace, here: Here, job: Job, sizes: Mapping[str, int], folder: Path) -> tuple[Any, Any]:
@@ -290,6 +305,7 @@ def report(parts: Mapping[str, Any]) -> Iterator[str]:
                 yield f"  step {step}: " + ", ".join(_told(metrics, apart))
             if "tokens_per_s / alone" in row:
                 yield f"  tokens per second / one rank's: {row['tokens_per_s / alone']:.3f}"
+        yield from (f"{name}, {dtype}: not run: {why}" for dtype, why in part.get("not_run", {}).items())
         if not part["ok"]:
             yield f"{name} failed: {part.get('error', '')[-1500:]}"
 

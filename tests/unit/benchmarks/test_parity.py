@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from vime.benchmarks.engines import Clock, Here
 from vime.benchmarks.parity_rank import GROUP, groups, share
 from vime.cli.bench import parser_of
 from vime.errors import ConfigError, TrainerError
+from vime.facts.process import Factory
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,20 @@ def test_every_row_is_trained_once_in_whole_groups(size: int) -> None:
     assert {work.num_tokens for work in works} == {16 * 9}
     assert all(sum(len(r.prompt_ids + r.response_ids) for r in pack) <= 36 for work in works for pack in work.micro_batches)
     assert all(len({row.prompt_ids for row in group}) == 1 and len(set(group[0].group_rewards)) == 2 for group in batch)
+
+
+def test_a_dtype_that_the_attention_refuses_is_not_asked_of_it() -> None:
+    def plan(attention: Factory | None) -> Any:
+        return SimpleNamespace(actor=SimpleNamespace(adaptation=SimpleNamespace(core_attention=attention)))
+
+    def job(dtype: str) -> parity.Job:
+        return parity.Job(dtype, Path("model"), 8, 4)
+
+    varlen = plan(Factory("vime.trainer.megatron.varlen:VarlenCoreAttention"))
+    assert parity.why_not(job("bfloat16"), varlen) is None
+    assert "float16 and bfloat16 only" in str(parity.why_not(job("float32"), varlen))
+    for other in (None, Factory("vime.trainer.megatron.attention:RmsNorm")):
+        assert parity.why_not(job("float32"), plan(other)) is None
 
 
 def test_steps_have_rows_of_their_own_and_ranks_draw_the_same() -> None:

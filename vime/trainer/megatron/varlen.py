@@ -87,6 +87,9 @@ class VarlenCoreAttention(torch.nn.Module):
     plain number, so that no layer waits for the device.
     """
 
+    dtype_names = tuple(str(dtype).removeprefix("torch.") for dtype in FLASH_DTYPES)
+    """What torch's kernel takes, by torch's short names."""
+
     def __init__(
         self,
         config: Any,
@@ -104,6 +107,7 @@ class VarlenCoreAttention(torch.nn.Module):
         self._scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self._is_torchs = kernel is None
         if self._is_torchs:
+            _check_dtype(getattr(config, "params_dtype", torch.bfloat16))
             _check_head_dim(config.kv_channels)
         self._kernel = torch_kernel() if kernel is None else adapt(kernel)
 
@@ -115,10 +119,8 @@ class VarlenCoreAttention(torch.nn.Module):
             raise TrainerError("packed attention needs packed sequences", fix="pass packed_seq_params")
         if getattr(packed_seq_params, "shared_prompts", None) is not None:
             raise TrainerError("variable-length attention does not share prompts", fix="pack every sample with its prompt")
-        if self._is_torchs and query.dtype not in FLASH_DTYPES:
-            raise TrainerError(
-                f"torch's variable-length attention does not take {query.dtype}", fix="set model.dtype to bfloat16"
-            )
+        if self._is_torchs:
+            _check_dtype(query.dtype)
         ends = packed_seq_params.cu_seqlens_q
         out = self._kernel(query, key, value, ends, _longest(packed_seq_params), self._scale)
         return out.reshape(query.shape[0], -1)
@@ -132,6 +134,11 @@ def _longest(packed: Any) -> int:
         longest = int((ends[1:] - ends[:-1]).max()) if longest is None else int(longest)
         packed.max_seqlen_q = longest
     return longest
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in FLASH_DTYPES:
+        raise TrainerError(f"torch's variable-length attention does not take {dtype}", fix="set model.dtype to bfloat16")
 
 
 def _check_head_dim(size: int) -> None:
