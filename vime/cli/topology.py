@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vime.topology.rules import ResolvedRole
 
 
 def add_parser(commands: Any) -> None:
@@ -46,9 +49,9 @@ def show_topology(args: argparse.Namespace) -> int:
 
 def print_schema(args: argparse.Namespace) -> int:
     """Print the JSON Schema."""
-    from vime.topology.model import Topology
+    from vime.topology.model import json_schema
 
-    print(json.dumps(Topology.model_json_schema(by_alias=True), indent=2))
+    print(json.dumps(json_schema(), indent=2))
     return 0
 
 
@@ -63,7 +66,21 @@ def check_topology(args: argparse.Namespace) -> int:
         print(error)
         return 1
     for role in loaded.roles:
-        parts = f" ({role.engines} engines x {role.devices_per_engine})" if role.kind == "rollout" else ""
-        print(f"{role.name}: {role.kind} on pool {role.pool}, {role.devices} devices{parts}")
+        print(f"{role.name}: {_seat(role)}")
+    for note in loaded.notes:
+        print(f"note: {note}")
     print(f"{args.file}: ok")
     return 0
+
+
+def _seat(role: ResolvedRole) -> str:
+    """What a role comes to, in a line."""
+    from vime.topology.rules import several
+
+    if role.endpoints:
+        count = len(role.endpoints)
+        return "rollout, 1 engine that runs already" if count == 1 else f"rollout, {count} engines that run already"
+    what = {"train": f"train ({role.task})", "rollout": f"rollout ({role.stage})" if role.stage else "rollout"}[role.kind]
+    engines = f" ({role.told})" if role.kind == "rollout" else ""
+    devices = f"{role.part} of its devices" if role.part else f"{several(role.devices, 'device')}{engines}"
+    return f"{what} on pool {role.pool}, {devices}"

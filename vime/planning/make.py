@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from vime.errors import Errors, PlanError, TopologyError, VimeError
+from vime.errors import PlanError, TopologyError
 from vime.facts.bindings import RayBinding
 from vime.facts.capabilities import Capabilities
 from vime.facts.inventory import NodeInventory
@@ -23,20 +23,16 @@ from vime.planning.memory import PoolSpace
 from vime.planning.needs import PlanNeeds
 from vime.planning.place import demand_for, engine_slots, place
 from vime.planning.plan import Plan, PlatformAnswers, PoolPlan
+from vime.planning.spread import spread_experts
 from vime.planning.transports import End, Wishes
 from vime.topology.devices import check_devices
+from vime.topology.domains import Told, check_crossing
 from vime.topology.load import LoadedTopology, fill_parts
+from vime.topology.machines import check_machines
 from vime.topology.profiles import choose_profile, nominal_nodes, real_nodes
-from vime.topology.rules import (
-    PoolNodes,
-    ResolvedRole,
-    check_hardware,
-    check_model,
-    check_supply,
-    demand_of,
-    rule_error,
-    share_groups,
-)
+from vime.topology.rules import PoolNodes, ResolvedRole, check_hardware, check_model, raise_all, rule_error
+from vime.topology.runnable import check_pools, runnable_roles
+from vime.topology.sharing import check_supply, demand_of, share_groups
 
 Inventories = Mapping[str, tuple[NodeInventory, ...]]
 
@@ -74,19 +70,24 @@ def make_plan(
         PluginError: a platform answered wrongly.
     """
     asker = Asker()
-    _roles(loaded, needs)
+    runnable_roles(loaded, samples=needs.samples)
+    raise_all(check_pools(loaded))
     nodes = _nodes(loaded, platforms, inventories or {})
     nodes, bindings, notes = _visible(loaded, nodes, platforms, asker, here)
     loaded = fill_parts(loaded, {name: sum(len(node.devices) for node in at.nodes) for name, at in nodes.items()})
-    actor, rollout = _roles(loaded, needs)
-    _raise_all(_checks(loaded, nodes, model))
+    loaded, spread = spread_experts(loaded, nodes, model, needs)
+    actor, rollout = runnable_roles(loaded, samples=needs.samples)
+    told = _checks(loaded, nodes, model)
+    raise_all(told.errors)
     pools = _pools(nodes, platforms, asker, (bindings, here))
     dtype = _dtype(needs, [pools[role.pool] for role in (actor, rollout) if role is not None])
     perf = {name: asker.ask(platforms[pool.platform], "perf_model", pool.inventories[0]) for name, pool in pools.items()}
-    situation = replace(_situation(loaded, (actor, rollout), pools, platforms, _Run(model, dtype, needs)), perf=perf)
+    slots, crossing = _placement(loaded, pools)
+    run = _Run(model, dtype, needs, slots)
+    situation = replace(_situation(loaded, (actor, rollout), pools, platforms, run), perf=perf)
     candidate = decide(situation, asker, _residencies(loaded, actor, rollout))
     plan = finish(loaded, situation, candidate, asker, Rest(pools, here.env))
-    notes = (*plan.notes, *notes, *_basis(nodes))
+    notes = (*plan.notes, *notes, *spread, *loaded.notes, *told.notes, *crossing, *_basis(nodes))
     return replace(plan, pools=tuple(pools.values()), perf=perf, hooks_asked=tuple(asker.asked), notes=notes)
 
 
@@ -104,32 +105,10 @@ class _Run:
     model: ModelShape
     dtype: str
     needs: PlanNeeds
-
-
-def _raise_all(errors: list[VimeError]) -> None:
-    if errors:
-        raise errors[0] if len(errors) == 1 else Errors(errors)
+    slots: Mapping[str, tuple[Slot, ...]]
 
 
 # ---- roles and pools
-
-
-def _roles(loaded: LoadedTopology, needs: PlanNeeds) -> tuple[ResolvedRole, ResolvedRole | None]:
-    """The one training role and the one set of engines that are planned for."""
-    trains = [role for role in loaded.roles if role.kind == "train" and role.optimizer]
-    rollouts = [role for role in loaded.roles if role.kind == "rollout"]
-    other = [role for role in loaded.roles if role.kind == "train" and not role.optimizer]
-    other += [role for role in rollouts if role.stage or role.endpoints]
-    for role in (*trains[1:], *rollouts[1:], *other):
-        text = f"roles.{role.name}: vime plans one trained role and one set of engines that it starts itself"
-        raise PlanError(text, where=loaded.where("roles", role.name), fix=f"remove the role {role.name}")
-    if not trains:
-        raise PlanError("no role is trained", where=loaded.where("roles"), fix="add `actor: {kind: train}`")
-    if not rollouts and needs.samples:
-        text = "no rollout role, but the algorithm samples"
-        fix = "add `rollout: {kind: rollout}`, or choose algorithm.kind sft"
-        raise PlanError(text, where=loaded.where("roles"), fix=fix)
-    return trains[0], rollouts[0] if rollouts else None
 
 
 def _nodes(loaded: LoadedTopology, platforms: Mapping[str, PlatformAnswers], inventories: Inventories) -> dict[str, PoolNodes]:
@@ -179,19 +158,22 @@ def _visible(
 
 
 def _check_devices_there(loaded: LoadedTopology, at: PoolNodes, masks: tuple[str, ...]) -> None:
-    if not any(node.devices for node in at.nodes):
+    empty = [node.hostname for node in at.nodes if not node.devices]
+    if empty:
+        whose = "its nodes have" if len(empty) == len(at.nodes) else f"{', '.join(empty)} of its nodes have"
         fix = "look at `vime doctor`" + (f", and at {' and '.join(masks)} in the environment" if masks else "")
         where = loaded.where("pools", at.name)
-        raise rule_error("E201", f"pools.{at.name}", "its nodes have no devices", where=where, fix=fix)
+        raise rule_error("E201", f"pools.{at.name}", f"{whose} no devices", where=where, fix=fix)
 
 
-def _checks(loaded: LoadedTopology, nodes: Mapping[str, PoolNodes], model: ModelShape) -> list[VimeError]:
-    """Every rule that needs hardware or model."""
+def _checks(loaded: LoadedTopology, nodes: Mapping[str, PoolNodes], model: ModelShape) -> Told:
+    """Every rule that needs hardware or model, and no placement."""
     supply = {name: sum(len(node.devices) for node in at.nodes) for name, at in nodes.items()}
     errors = check_supply(loaded.topology, loaded.roles, supply, loaded.tree)
     for at in nodes.values():
         errors += check_hardware(at, loaded.roles, loaded.tree)
-    return [*errors, *check_model(loaded.roles, model, loaded.tree)]
+    errors += check_model(loaded.roles, model, loaded.tree)
+    return Told(errors) + check_machines(nodes.values(), loaded.tree)
 
 
 def _pools(
@@ -239,10 +221,9 @@ def _situation(
     platforms: Mapping[str, PlatformAnswers],
     run: _Run,
 ) -> Situation:
-    slots = _placement(loaded, pools)
     shared = _share_of(loaded, roles)
     actor, rollout = (
-        None if role is None else _seat(loaded, role, pools[role.pool], platforms, (slots, shared, run)) for role in roles
+        None if role is None else _seat(loaded, role, pools[role.pool], platforms, (shared, run)) for role in roles
     )
     assert actor is not None
     index = next(
@@ -267,23 +248,28 @@ def _situation(
     )
 
 
-def _placement(loaded: LoadedTopology, pools: Mapping[str, PoolPlan]) -> dict[str, tuple[Slot, ...]]:
-    """Slots by role name, on devices that each role may use."""
+def _placement(loaded: LoadedTopology, pools: Mapping[str, PoolPlan]) -> tuple[dict[str, tuple[Slot, ...]], tuple[str, ...]]:
+    """Slots by role name, on devices that each role may use, and notes about groups that cross domains."""
     slots: dict[str, tuple[Slot, ...]] = {}
     groups = share_groups(loaded.topology, loaded.roles)
     for name, pool in pools.items():
         mine = [group for group in groups if group[0].pool == name]
         demands = [demand_for(group) for group in mine]
-        placed = place([len(node.devices) for node in pool.inventories], demands, pool=name)
+        placed = place([len(node.devices) for node in pool.inventories], demands, pool=name, where=loaded.where("pools", name))
         for group, demand in zip(mine, demands, strict=True):
             slots |= {role.name: placed[demand.name] for role in group}
-    errors: list[VimeError] = []
+    told = Told()
     for role in loaded.roles:
         if role.name in slots:
-            nodes, where = pools[role.pool].inventories, loaded.where("roles", role.name)
-            errors += check_devices(role, slots[role.name], nodes, where=where)
-    _raise_all(errors)
-    return slots
+            nodes, where, pool = (
+                pools[role.pool].inventories,
+                loaded.where("roles", role.name),
+                loaded.topology.pools[role.pool],
+            )
+            told.errors.extend(check_devices(role, slots[role.name], nodes, where=where))
+            told += check_crossing(role, slots[role.name], pool, nodes, loaded.tree)
+    raise_all(told.errors)
+    return slots, tuple(told.notes)
 
 
 def _share_of(loaded: LoadedTopology, roles: tuple[ResolvedRole, ResolvedRole | None]) -> int | None:
@@ -307,14 +293,14 @@ def _seat(
     role: ResolvedRole,
     pool: PoolPlan,
     platforms: Mapping[str, PlatformAnswers],
-    given: tuple[Mapping[str, tuple[Slot, ...]], int | None, _Run],
+    given: tuple[int | None, _Run],
 ) -> Seat:
-    slots, shared, run = given
+    shared, run = given
     limits = loaded.topology.limits
     space = PoolSpace(
         pool.name, pool.inventories, limits.device_reserve, limits.host_pinned_per_node, loaded.where("pools", pool.name)
     )
-    mine = slots[role.name]
+    mine = run.slots[role.name]
     with_whom = loaded.topology.share[shared].roles if shared is not None else ()
     cut = engine_slots(mine, role) if role.kind == "rollout" else (mine,)
     requests = tuple(_request(role, part, pool, run, tuple(n for n in with_whom if n != role.name)) for part in cut)

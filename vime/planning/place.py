@@ -28,7 +28,9 @@ def demand_for(members: Sequence[ResolvedRole]) -> Demand:
     return Demand("/".join(m.name for m in members), devices, unit if unit <= devices else max(units))
 
 
-def place(node_sizes: Sequence[int], demands: Sequence[Demand], *, pool: str) -> Mapping[str, tuple[Slot, ...]]:
+def place(
+    node_sizes: Sequence[int], demands: Sequence[Demand], *, pool: str, where: str | None = None
+) -> Mapping[str, tuple[Slot, ...]]:
     """Give every demand its slots, in order: nodes in turn, devices of a node in turn.
 
     A unit that fits on a node is never cut by a node's end; the devices it leaves are not used. A unit that is larger than a
@@ -48,7 +50,7 @@ def place(node_sizes: Sequence[int], demands: Sequence[Demand], *, pool: str) ->
             taken += slots[at : at + demand.unit]
             at += demand.unit
         if len(taken) < demand.devices:
-            raise _too_small(demand, first, node_sizes, pool=pool)
+            raise _too_small(demand, (first, len(taken) // demand.unit), node_sizes, pool=pool, where=where)
         placed[demand.name] = tuple(taken)
     return placed
 
@@ -64,17 +66,21 @@ def _start_of_unit(slots: Sequence[Slot], at: int, unit: int, node_sizes: Sequen
     return at
 
 
-def _too_small(demand: Demand, offset: int, node_sizes: Sequence[int], *, pool: str) -> PlacementError:
+def _too_small(
+    demand: Demand, placed: tuple[int, int], node_sizes: Sequence[int], *, pool: str, where: str | None
+) -> PlacementError:
+    """`placed`: where the demand begins, and how many of its units found room."""
+    offset, fitting = placed
     units, total = demand.devices // demand.unit, sum(node_sizes)
     nodes = ", ".join(str(size) for size in node_sizes[:8]) + (", ..." if len(node_sizes) > 8 else "")
     text = (
-        f"pool {pool} cannot hold {demand.name}: offset {offset} + {units} x {demand.unit} devices = {offset + demand.devices}"
-        f" of {total} slots (nodes of {nodes})"
+        f"E207 pool {pool} cannot hold {demand.name}: offset {offset} + {units} x {demand.unit} devices = "
+        f"{offset + demand.devices} of {total} slots (nodes of {nodes})"
     )
     if offset + demand.devices <= total:
         text += f"; {demand.unit} devices that belong together must not be cut by a node's end"
-    fix = f"use at most {max(total - offset, 0) // demand.unit} x {demand.unit} devices here, or add nodes"
-    return PlacementError(text, fix=fix)
+    fix = f"use at most {fitting} x {demand.unit} devices here, or add nodes"
+    return PlacementError(text, where=where, fix=fix)
 
 
 def engine_slots(slots: Sequence[Slot], role: ResolvedRole) -> tuple[tuple[Slot, ...], ...]:

@@ -105,7 +105,8 @@ def _words(error: Any, path: tuple[str | int, ...], tree: Node, suggest: Suggest
     if kind in ("literal_error", "union_tag_invalid", "union_tag_not_found"):
         return _choice(error, got)
     if kind == "too_short":
-        return f"expected at least {error['ctx']['min_length']} item", None
+        least = error["ctx"]["min_length"]
+        return f"expected at least {least} item{'' if least == 1 else 's'}", None
     message = str(error["msg"]).removeprefix("Input ")
     return f"{message}, got {got}", None
 

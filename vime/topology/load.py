@@ -11,9 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from vime.errors import Errors, TopologyError, VimeError
+from vime.topology.domains import check_segments, num_nodes
 from vime.topology.findings import describe_validation
-from vime.topology.model import SCHEMA, Topology
-from vime.topology.rules import ResolvedRole, check_shares, resolve_roles, rule_error
+from vime.topology.model import EXTERNAL, SCHEMA, Topology
+from vime.topology.resolve import resolve_roles
+from vime.topology.rules import ResolvedRole, place_of, raise_all, rule_error, several
+from vime.topology.sharing import check_shares
 from vime.topology.structure import fields_at, homes_of
 from vime.yamltree import (
     Entries,
@@ -38,12 +41,16 @@ _TOPOLOGY_FILES = "topology_files"
 
 @dataclass(frozen=True)
 class LoadedTopology:
-    """A checked topology, its nodes for messages, and its roles with every number filled in."""
+    """A checked topology, its nodes for messages, and its roles with every number filled in.
+
+    `notes` are what the rules say and go on.
+    """
 
     topology: Topology
     tree: Node
     roles: tuple[ResolvedRole, ...]
     source: str
+    notes: tuple[str, ...] = ()
 
     def where(self, *path: str | int) -> str:
         """`file:line` of a key path, or of its nearest parent that is written."""
@@ -87,10 +94,28 @@ def load_topology(source: str | Path | Mapping[str, Any] | Node, *, platform: st
         )
     topology = _validate(tree)
     roles, errors = resolve_roles(topology, tree)
-    errors += check_shares(topology, roles, tree)
-    if errors:
-        raise errors[0] if len(errors) == 1 else Errors(errors)
-    return fill_platform(LoadedTopology(topology, tree, roles, name), platform)
+    segments = check_segments(topology, tree)
+    raise_all([*errors, *check_shares(topology, roles, tree), *_check_pools(topology, tree), *segments.errors])
+    return fill_platform(LoadedTopology(topology, tree, roles, name, tuple(segments.notes)), platform)
+
+
+def _check_pools(topology: Topology, tree: Node) -> list[VimeError]:
+    """Pool names that mean something else, and lists of hosts that are too short or name one twice."""
+    errors: list[VimeError] = []
+    for name, pool in topology.pools.items():
+        where = place_of(tree, "pools", name)
+        if name == EXTERNAL:
+            text = "this name is for engines that run already (`endpoints`)"
+            errors.append(rule_error("E103", f"pools.{name}", text, where=where, fix="give the pool another name"))
+        hosts, path = pool.select.hosts, f"pools.{name}.select.hosts"
+        where = place_of(tree, "pools", name, "select", "hosts")
+        twice = next((host for host in hosts if hosts.count(host) > 1), None)
+        if twice is not None:
+            errors.append(rule_error("E103", path, f"{twice} is named twice", where=where, fix="name each host once"))
+        elif hosts and len(hosts) < num_nodes(pool):
+            text = f"{several(num_nodes(pool), 'node')} asked for, {several(len(hosts), 'host')} named"
+            errors.append(rule_error("E201", path, text, where=where, fix=f"name more hosts, or write nodes {len(hosts)}"))
+    return errors
 
 
 def fill_platform(loaded: LoadedTopology, platform: str) -> LoadedTopology:
@@ -105,8 +130,7 @@ def fill_platform(loaded: LoadedTopology, platform: str) -> LoadedTopology:
             fix = "leave --platform out, or choose a topology for any platform (--topology colocate or disaggregated)"
             errors.append(TopologyError(what, where=where, fix=fix))
         pools[name] = pool.model_copy(update={"platform": platform})
-    if errors:
-        raise errors[0] if len(errors) == 1 else Errors(errors)
+    raise_all(errors)
     return replace(loaded, topology=loaded.topology.model_copy(update={"pools": pools}))
 
 
@@ -150,7 +174,7 @@ def fill_parts(loaded: LoadedTopology, supply: Mapping[str, int]) -> LoadedTopol
             text = f"{role.part} of {supply[role.pool]} devices of pool {role.pool} is no whole number of them"
             errors.append(rule_error("E201", path, text, where=where, fix="write numbers of devices"))
             continue
-        if role.kind == "rollout":
+        if role.kind == "rollout" and not role.groups:
             each = role.devices_per_engine
             if devices % each:
                 text = f"{devices} devices ({role.part} of pool {role.pool}) are not a multiple of an engine's {each}"
@@ -161,9 +185,7 @@ def fill_parts(loaded: LoadedTopology, supply: Mapping[str, int]) -> LoadedTopol
         roles[role.name] = roles[role.name].model_copy(update=update)
     topology = loaded.topology.model_copy(update={"roles": roles})
     filled, more = resolve_roles(topology, loaded.tree)
-    errors += more or check_shares(topology, filled, loaded.tree)
-    if errors:
-        raise errors[0] if len(errors) == 1 else Errors(errors)
+    raise_all([*errors, *(more or check_shares(topology, filled, loaded.tree))])
     return replace(loaded, topology=topology, roles=filled)
 
 
@@ -173,8 +195,18 @@ def _tree(source: str | Path | Mapping[str, Any] | Node) -> tuple[Node, str]:
     if isinstance(source, Mapping):
         return from_value(source, Where("inline topology")), "inline"
     if isinstance(source, Path) or "/" in source or source.endswith((".yaml", ".yml")):
-        return read(Path(source), error=TopologyError), str(source)
+        return _read(Path(source)), str(source)
     return parse(shipped_text(source), f"{source}.yaml", error=TopologyError), source
+
+
+def _read(path: Path) -> Node:
+    """The file's nodes. Raises TopologyError or Errors, E106."""
+    try:
+        return read(path, error=TopologyError)
+    except VimeError as cause:
+        found = cause.errors if isinstance(cause, Errors) else (cause,)
+    raise_all([TopologyError(f"E106 {error.what}", where=error.where, fix=error.fix) for error in found])
+    raise AssertionError("an error without errors")
 
 
 def _validate(tree: Entries) -> Topology:
@@ -185,11 +217,12 @@ def _validate(tree: Entries) -> Topology:
     try:
         return Topology.model_validate(plain(with_text_environment(tree, ("env",))))
     except ValidationError as invalid:
-        errors: list[VimeError] = []
-        for finding in describe_validation(invalid, tree, _suggest):
-            rule = "E102" if finding.what.startswith("unknown key") else "E103"
-            errors.append(TopologyError(f"{rule} {finding.what}", where=finding.where, fix=finding.fix))
-        raise (errors[0] if len(errors) == 1 else Errors(errors)) from None
+        found = describe_validation(invalid, tree, _suggest)
+    errors: list[VimeError] = []
+    for finding in found:
+        rule = "E102" if finding.what.startswith("unknown key") else "E103"
+        errors.append(TopologyError(f"{rule} {finding.what}", where=finding.where, fix=finding.fix))
+    raise errors[0] if len(errors) == 1 else Errors(errors)
 
 
 def with_text_environment(tree: Node, path: tuple[str, ...]) -> Node:

@@ -5,9 +5,9 @@ Pools are supply, roles are demand, `share` says who takes turns on the same dev
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from vime.yamltree import Bytes, Count, Duration, Section
 
@@ -16,7 +16,19 @@ SCHEMA = "vime.topology/v1"
 MAX_DEVICES = 100_000
 """More than any cluster has; a larger number is a slip of the pen."""
 
+EXTERNAL = "external"
+"""The pool of engines that run already; it has no devices and is not written under `pools`."""
+
 Text = Annotated[str, Field(min_length=1)]
+ByteSize = Annotated[Bytes, WithJsonSchema({"type": ["integer", "string"], "description": "Bytes, or a size such as 512MiB."})]
+TimeSpan = Annotated[
+    Duration, WithJsonSchema({"type": ["number", "string"], "description": "Seconds, or a duration such as 90s or 20m."})
+]
+Variables = Annotated[
+    dict[str, str],
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}),
+]
+"""Values are text, whatever they look like."""
 Size = Annotated[Count, Field(le=MAX_DEVICES)]
 Part = Literal["all", "half"]
 """How much of its pool a role takes, where the file does not know the hardware."""
@@ -57,6 +69,7 @@ class Pool(Section):
     )
     domain: Domain | None = None
     select: Select = Select()
+    interpreter: Text | None = Field(default=None, description="Python of this pool's processes; null: the one that runs vime.")
 
 
 class Axes(Section):
@@ -70,20 +83,36 @@ class Axes(Section):
     dp: Size | None = Field(default=None, description="Data parallel; null: what the devices leave.")
 
 
+class EngineGroup(Section):
+    """Some equal engines of a role whose engines differ."""
+
+    count: Size = 1
+    parallel: Axes | None = Field(default=None, description="null: the role's.")
+
+
 class Role(Section):
-    """Demand: a training role, or a set of equal engines."""
+    """Demand: a training role, or a set of engines."""
 
     kind: Literal["train", "rollout"]
-    pool: Text | None = Field(default=None, description="null: the only pool, or that of `like`.")
+    task: Literal["actor", "critic", "reference", "teacher"] | None = Field(
+        default=None, description="Train only; null: what the role's name says, else `actor`, or `reference` if it is frozen."
+    )
+    pool: Text | None = Field(default=None, description="null: the only pool, or that of `like`; `external` with endpoints.")
     like: Text | None = Field(default=None, description="Takes pool, devices and parallel of another role.")
     devices: Size | Part | None = Field(
         default=None, description="null: what parallel and engines need; `all` or `half`: of the pool's devices."
     )
-    engines: Size = Field(default=1, description="Rollout only: how many engines; with a part of the pool, as many as fit.")
+    engines: Size | Annotated[tuple[EngineGroup, ...], Field(min_length=1)] = Field(
+        default=1,
+        description="Rollout only: how many engines, or a list of {count, parallel} where they differ; with a part of the "
+        "pool, as many as fit.",
+    )
     parallel: Axes = Axes()
-    optimizer: bool = Field(default=True, description="Train only: false for a frozen role.")
+    optimizer: bool | None = Field(
+        default=None, description="Train only: false for a frozen role; null: true for an actor and a critic, else false."
+    )
     stage: Literal["prefill", "decode"] | None = Field(default=None, description="Rollout only: half of a split engine.")
-    endpoints: tuple[Text, ...] = Field(default=(), description="Rollout only: engines that run already.")
+    endpoints: tuple[Text, ...] = Field(default=(), description="Rollout only: URLs of engines that run already.")
 
 
 class Share(Section):
@@ -104,22 +133,22 @@ class Sync(Section):
     prefer: tuple[Text, ...] = Field(default=(), description="Transport protocols to try first, in order.")
     forbid: tuple[Text, ...] = ()
     require: tuple[Text, ...] = Field(default=(), description="Only these.")
-    buffer: Annotated[Bytes, Field(ge=1)] = Field(default=512 * 2**20, description="Bytes sent at once.")
+    buffer: Annotated[ByteSize, Field(ge=1)] = Field(default=512 * 2**20, description="Bytes sent at once.")
 
 
 class Limits(Section):
     """Bounds that the plan keeps."""
 
-    host_pinned_per_node: Bytes | None = Field(default=None, description="null: the node's memory.")
-    device_reserve: Bytes = Field(default=0, description="Device memory that stays free.")
-    start_timeout: Duration | None = Field(default=None, description="Deadline for all processes to start.")
+    host_pinned_per_node: ByteSize | None = Field(default=None, description="null: the node's memory.")
+    device_reserve: ByteSize = Field(default=0, description="Device memory that stays free.")
+    start_timeout: TimeSpan | None = Field(default=None, description="Deadline for all processes to start.")
 
 
 class Env(Section):
     """Environment variables of the user's; they win over a platform's defaults."""
 
-    trainer: dict[str, str] = Field(default_factory=dict)
-    engine: dict[str, str] = Field(default_factory=dict)
+    trainer: Variables = Field(default_factory=dict)
+    engine: Variables = Field(default_factory=dict)
 
 
 class Topology(Section):
@@ -134,3 +163,9 @@ class Topology(Section):
     sync: tuple[Sync, ...] = ()
     limits: Limits = Limits()
     env: Env = Env()
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of a topology file as it is written, for editors and other checkers."""
+    found = Topology.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA, **found}

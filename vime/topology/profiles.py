@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vime.facts.inventory import Device, DeviceProfile, FabricDomain, NodeInventory, NumaNode, Tri
+from vime.topology.domains import num_nodes
 from vime.topology.model import MAX_DEVICES, Pool
-from vime.topology.rules import place_of, rule_error
+from vime.topology.rules import place_of, rule_error, several
 from vime.yamltree import Node, did_you_mean
 
 
@@ -57,13 +58,15 @@ def node_sizes(name: str, pool: Pool, *, default: int | None, demand: int, tree:
 def nominal_nodes(name: str, pool: Pool, profile: DeviceProfile, *, demand: int, tree: Node) -> tuple[NodeInventory, ...]:
     """Nodes as a profile describes them."""
     sizes = node_sizes(name, pool, default=profile.devices_per_node, demand=demand, tree=tree)
-    return tuple(_nominal_node(name, index, size, profile) for index, size in enumerate(sizes))
+    hosts = pool.select.hosts or tuple(f"{name}-{index}" for index in range(len(sizes)))
+    return tuple(_nominal_node((name, hosts[index]), index, size, profile) for index, size in enumerate(sizes))
 
 
-def _nominal_node(name: str, index: int, size: int, profile: DeviceProfile) -> NodeInventory:
+def _nominal_node(named: tuple[str, str], index: int, size: int, profile: DeviceProfile) -> NodeInventory:
+    name, host = named
     homes = min(profile.numa_nodes, size)
     blank = NodeInventory(
-        hostname=f"{name}-{index}",
+        hostname=host,
         platform=profile.platform,
         arch=profile.arch,
         devices=(),
@@ -97,12 +100,16 @@ def with_devices(node: NodeInventory, count: int, memory_bytes: int, kind: str) 
 def real_nodes(
     name: str, pool: Pool, inventories: tuple[NodeInventory, ...], *, demand: int, tree: Node
 ) -> tuple[NodeInventory, ...]:
-    """Nodes as they were found; a host's slots are made here. Raises TopologyError E201 when there are too few nodes."""
-    wanted = sum(group.count for group in pool.nodes) if isinstance(pool.nodes, tuple) else pool.nodes
+    """Nodes as they were found, those of `select.hosts` in its order; a host's slots are made here.
+
+    Raises TopologyError E201 when there are too few nodes.
+    """
+    wanted, inventories = num_nodes(pool), _selected(name, pool, inventories, tree)
     if len(inventories) < wanted:
-        text = f"{wanted} nodes are asked for, {len(inventories)} are there"
+        text = f"{several(wanted, 'node')} asked for, {len(inventories)} there"
         where = place_of(tree, "pools", name, "nodes")
-        raise rule_error("E201", f"pools.{name}.nodes", text, where=where, fix=f"write {len(inventories)}, or add nodes")
+        fix = f"write {len(inventories)}, or add nodes" if inventories else "add nodes"
+        raise rule_error("E201", f"pools.{name}.nodes", text, where=where, fix=fix)
     chosen = inventories[:wanted]
     foreign = sorted({n.platform for n in chosen if n.platform != pool.platform})
     if foreign:
@@ -113,6 +120,20 @@ def real_nodes(
         return chosen
     sizes = node_sizes(name, pool, default=None, demand=demand, tree=tree)
     return tuple(_with_slots(node, size) for node, size in zip(chosen, sizes, strict=True))
+
+
+def _selected(name: str, pool: Pool, inventories: tuple[NodeInventory, ...], tree: Node) -> tuple[NodeInventory, ...]:
+    """The nodes that the pool's hosts name; all of them where it names none. Raises E201 for a host that is not there."""
+    hosts = pool.select.hosts
+    if not hosts:
+        return inventories
+    there = {node.hostname: node for node in inventories}
+    missing = [host for host in hosts if host not in there]
+    if len(hosts) - len(missing) < num_nodes(pool):
+        text = f"{', '.join(missing)} of select.hosts are not there; found {', '.join(there) or 'none'}"
+        where = place_of(tree, "pools", name, "select", "hosts")
+        raise rule_error("E201", f"pools.{name}.select.hosts", text, where=where, fix="correct the names, or start the nodes")
+    return tuple(there[host] for host in hosts if host in there)
 
 
 def _with_slots(node: NodeInventory, count: int) -> NodeInventory:

@@ -47,6 +47,8 @@ def test_schema_describes_pools_and_roles(capsys: pytest.CaptureFixture[str]) ->
     assert main(["topology", "schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert set(schema["required"]) == {"pools", "roles"}
+    assert schema["$schema"].endswith("2020-12/schema")
+    assert schema["$id"] == "vime.topology/v1"
     assert "from" in schema["$defs"]["Sync"]["properties"]
 
 
@@ -60,3 +62,29 @@ def test_check(vime: Vime, tmp_path: Path) -> None:
     done = vime("topology", "check", str(good))
     assert done.returncode == 1
     assert "t.yaml:4: E103" in done.stdout
+
+
+def test_check_takes_what_a_run_cannot_start_and_prints_notes(vime: Vime, tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        "pools: {p: {platform: acme, nodes: 5, domain: {kind: fabric, segment_nodes: 2}}, q: {}}\n"
+        "roles:\n"
+        "  actor: {kind: train, pool: p, devices: 8}\n"
+        "  critic: {kind: train, like: actor, pool: q}\n"
+        "  sampler: {kind: rollout, pool: p, engines: [{count: 2, parallel: {tp: 2}}, {}]}\n"
+        "  pre: {kind: rollout, pool: q, stage: prefill}\n"
+        "  dec: {kind: rollout, pool: q, stage: decode, devices: half}\n"
+        "  old: {kind: rollout, pool: external, endpoints: ['http://a:1']}\n"
+    )
+    done = vime("topology", "check", str(path))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines() == [
+        "actor: train (actor) on pool p, 8 devices",
+        "critic: train (critic) on pool q, 8 devices",
+        "sampler: rollout on pool p, 5 devices (2 x 2 + 1 x 1 engines)",
+        "pre: rollout (prefill) on pool q, 1 device (1 engine x 1)",
+        "dec: rollout (decode) on pool q, half of its devices",
+        "old: rollout, 1 engine that runs already",
+        "note: W222 pools.p.nodes: 5 nodes are not a multiple of segment_nodes 2: the last segment has 1; use 4 or 6 nodes",
+        f"{path}: ok",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from vime.facts.process import Parallel
 from vime.testing.platforms import TINY_MODEL, FakePlatform
 from vime.topology.load import LoadedTopology, fill_platform, load_topology, shipped_names
 from vime.topology.profiles import choose_profile, looks_like, nominal_nodes, real_nodes
-from vime.topology.rules import RULES, PoolNodes, check_hardware, check_model, check_supply, demand_of, share_groups
+from vime.topology.rules import NOTES, RULES, PoolNodes, check_hardware, check_model
+from vime.topology.sharing import check_supply, demand_of, share_groups
 
 
 def errors_of(source: Any, **options: Any) -> list[str]:
@@ -37,7 +39,7 @@ def test_the_shipped_topologies_load_and_say_who_sits_where() -> None:
     assert set(shipped_names()) == {
         *("cpu-colocate", "cpu-disaggregated", "cpu-one-ahead", "cpu-train", "colocate", "disaggregated"),
         *("a100x8-4train-4rollout", "h200x8-colocate", "h200x8-disaggregated", "gb200x8-colocate", "gb200-nvl72"),
-        *("mi300x8-colocate", "atlas-a2", "atlas-a3"),
+        *("mi300x8-colocate", "atlas-a2", "atlas-a3", "mixed-h200x8-mi300x8"),
     }
     roles = {name: [(r.name, r.devices, r.engines) for r in load_topology(name).roles] for name in shipped_names()}
     assert roles["cpu-colocate"] == [("actor", 1, 1), ("rollout", 1, 1)]
@@ -190,7 +192,7 @@ def test_absurd_numbers_are_refused_quickly() -> None:
 def test_time_sharing_needs_identical_devices() -> None:
     roles = {"a": TRAIN8, "r": {"kind": "rollout", "parallel": {"tp": 4}}}
     (found,) = errors_of(inline(roles, share=[{"roles": ["a", "r"]}]))
-    assert "E233 share.0: time sharing needs one set of devices, but a uses 8, r uses 4 (1 engines x 4)" in found
+    assert "E233 share.0: time sharing needs one set of devices, but a uses 8, r uses 4 (1 engine x 4)" in found
     assert found.endswith("use roles.r.engines 2")
 
 
@@ -306,7 +308,7 @@ def test_uneven_nodes() -> None:
 def test_too_few_and_foreign_nodes() -> None:
     loaded = loaded_with({"a": {"kind": "train"}}, nodes=2)
     pool, fake = loaded.topology.pools["p"], FakePlatform()
-    with pytest.raises(TopologyError, match=r"E201 pools\.p\.nodes: 2 nodes are asked for, 1 are there"):
+    with pytest.raises(TopologyError, match=r"E201 pools\.p\.nodes: 2 nodes asked for, 1 there"):
         real_nodes("p", pool, (fake.node(),), demand=1, tree=loaded.tree)
     with pytest.raises(TopologyError, match=r"E105 pools\.p: the inventory is of other"):
         real_nodes("p", pool, (FakePlatform(name="other").node(),) * 2, demand=1, tree=loaded.tree)
@@ -314,6 +316,13 @@ def test_too_few_and_foreign_nodes() -> None:
 
 def test_every_rule_has_a_sentence() -> None:
     assert all(rule.startswith("E") and text and text[0].islower() for rule, text in RULES.items())
+    assert all(rule.startswith("W") and text and text[0].islower() for rule, text in NOTES.items())
+    assert [*RULES] == sorted(RULES)
+
+
+def test_the_document_has_every_rule() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "topology.md").read_text()
+    assert dict(re.findall(r"^\| ([EW]\d{3}) \| ([^|]+?) \|", text, flags=re.MULTILINE)) == {**RULES, **NOTES}
 
 
 def test_a_machine_looks_like_a_profile_by_instruction_set_and_memory() -> None:
