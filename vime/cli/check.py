@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vime.cli.prepare import Hardware, add_run_arguments, hardware_of, overrides_of
-from vime.errors import ConfigError, Errors, VimeError
+from vime.cli.prepare import Hardware, add_run_arguments, hardware_of, missing_parts, overrides_of, require_whole_model
+from vime.errors import Errors, VimeError
 
 if TYPE_CHECKING:
     from vime.config.load import LoadedConfig
@@ -83,7 +83,7 @@ def _check(loaded: LoadedConfig, hardware: Hardware, report: Report) -> Plan | N
     config = loaded.config
     report.warnings += [str(warning) for warning in loaded.warnings]
     report.notes += [f"{section} was checked against {source}" for section, source in loaded.manifests.items()]
-    model = report.attempt(lambda: _model(config.model.path), where=loaded.where("model.path"))
+    model = report.attempt(lambda: _model(config.model.path, report), where=loaded.where("model.path"))
     if config.algorithm.kind != "sft":
         report.attempt(lambda: check_grader(config.reward.kind), where=loaded.where("reward.kind"))
     _data(loaded, report)
@@ -95,13 +95,17 @@ def _check(loaded: LoadedConfig, hardware: Hardware, report: Report) -> Plan | N
     return plan
 
 
-def _model(folder: Path) -> ModelShape:
+def _model(folder: Path, report: Report) -> ModelShape:
+    """The model's sizes. A folder with sizes alone is enough for a plan, so that it is worth a warning only."""
     from vime.models.registry import read_shape
 
     shape = read_shape(folder)
-    for pattern, what in (("*.safetensors", "no weights (*.safetensors)"), ("tokenizer*.json", "no tokenizer")):
-        if not any(folder.glob(pattern)):
-            raise ConfigError(f"model folder {folder} has {what}", fix="give a complete Hugging Face folder")
+    if len(missing_parts(folder)) > 1:
+        report.warnings.append(
+            f"model folder {folder} has sizes only (config.json): a run needs a complete Hugging Face folder"
+        )
+    else:
+        require_whole_model(folder)
     return shape
 
 

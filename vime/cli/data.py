@@ -65,6 +65,8 @@ def _add_tiny_model(commands: Any) -> None:
         ("max-vocab", 384, "most tokenizer entries"),
     ):
         tiny.add_argument(f"--{name}", type=_count, default=default, metavar="N", help=f"{what} ({default})")
+    experts = "a mixture of N experts in every layer, each --ffn wide; a token goes to 2 of them"
+    tiny.add_argument("--experts", type=_count, default=0, metavar="N", help=experts)
     tiny.add_argument("--untied", action="store_true", help="output layer apart from the embedding")
     tiny.add_argument("--seed", type=int, default=0, help="seeds the weights (0)")
     tiny.set_defaults(handler=run_tiny_model)
@@ -100,6 +102,8 @@ def run_tiny_model(args: argparse.Namespace) -> int:
         ffn=args.ffn,
         tied=not args.untied,
         max_positions=args.max_positions,
+        experts=args.experts,
+        experts_per_token=min(2, args.experts),
     )
     made = make_start_model(args.out, args.prompts, shape, seed=args.seed)
     print(f"{made.directory}: {made.num_parameters / 1e6:.3f} M parameters, {made.vocab_size} tokenizer entries")

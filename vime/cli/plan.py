@@ -18,6 +18,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--compare", type=Path, default=None, metavar="RUN_DIR", help="print the plan's numbers beside those of this run"
     )
+    parser.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a value for something that the seconds of a step rest on, e.g. response_tokens=4096; the plan lists all",
+    )
     parser.set_defaults(handler=handle)
 
 
@@ -26,15 +33,17 @@ def handle(args: argparse.Namespace) -> int:
     from vime.cli.layout import lay_out, plan_layout
     from vime.config.load import load_config
     from vime.models.registry import read_shape
+    from vime.planning.assume import parse_words
     from vime.planning.compare import compare, compare_json, compare_text, rows_of_run
     from vime.planning.explain import explain_json, explain_text
 
+    assume = parse_words(args.assume)
     rows = None if args.compare is None else rows_of_run(args.compare)
     loaded, hardware = load_config(args.config, overrides=overrides_of(args)), hardware_of(args, live=False)
     layout = lay_out(loaded, hardware)
     plan = plan_layout(loaded, layout, read_shape(loaded.config.model.path), hardware)
     if rows is None:
-        print(json.dumps(explain_json(plan), indent=2) if args.json else explain_text(plan))
+        print(json.dumps(explain_json(plan, assume), indent=2) if args.json else explain_text(plan, assume))
         return 0
     compared = compare(plan, rows)
     print(json.dumps(compare_json(compared), indent=2) if args.json else compare_text(compared))

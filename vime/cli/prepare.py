@@ -107,3 +107,17 @@ def prepare_loaded(loaded: LoadedConfig, hardware: Hardware) -> Prepared:
         check_prompt_file(config.data.model_copy(update={"path": path}))
     layout = lay_out(loaded, hardware)
     return Prepared(loaded, layout.topology, plan_layout(loaded, layout, model, hardware), layout.plugins)
+
+
+_NEEDED = (("*.safetensors", "no weights (*.safetensors)"), ("tokenizer*.json", "no tokenizer"))
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """What a model folder lacks for a run, in words; sizes (config.json) are looked at elsewhere."""
+    return [what for pattern, what in _NEEDED if not any(folder.glob(pattern))]
+
+
+def require_whole_model(folder: Path) -> None:
+    """Raises ConfigError where a model folder is enough for a plan and not for a run."""
+    if missing := missing_parts(folder):
+        raise ConfigError(f"model folder {folder} has {' and '.join(missing)}", fix="give a complete Hugging Face folder")

@@ -45,6 +45,9 @@ def handle(args: argparse.Namespace) -> int:
 
 def train(prepared: Prepared, *, resume: bool) -> int:
     """Run a checked and planned configuration to its end; 130 after an interrupt."""
+    from vime.cli.prepare import require_whole_model
+
+    require_whole_model(prepared.config.model.path)
     directory = prepared.config.run.dir
     beginning = begin(directory, resume=resume)
     _write_record(prepared, directory)

@@ -34,6 +34,10 @@ class PerfTable:
     `parking` (bytes/s) is the rate at which trainer state moves, where it is known to be lower. `engine_load` (bytes/s) and
     `engine_update` (s) are what an engine needs for a full set of weights beside the transport.
 
+    Shares that a step reaches: `memory_share` of `device_memory`, `matmul_share` of a data sheet's `matmul` by one large
+    product, `trainer_share` and `prefill_share` of that. In seconds: `eager_layer` (of a decode step without captured graphs,
+    beside its reads), `step_rest` (a step beside sampling, training, update and switches).
+
     In bytes, beside tensors: `process` (of any process), `trainer_libraries`, `engine_rest` (asleep too), `engine_work` (while
     it serves), `engine_graph_layer` (captured graphs of one layer).
     """

@@ -11,10 +11,10 @@ from typing import Any
 from vime.errors import DataError
 from vime.observe import layout
 from vime.observe.jsonl import Row, RowKind, read_rows
-from vime.planning.explain import switches
 from vime.planning.explain_roles import table
 from vime.planning.memory import PHASES, in_units
 from vime.planning.plan import Plan
+from vime.planning.switching import switches
 
 BYTES, SECONDS = "bytes", "s"
 _NEEDED = (RowKind.MEMORY, RowKind.SYNC, RowKind.WALL)

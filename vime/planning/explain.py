@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vime.facts.memory import MemoryBackend, NullMemory
+from vime.facts.memory import MemoryBackend
 from vime.facts.process import Parallel, Slot
+from vime.planning.assume import NO_WORDS
 from vime.planning.explain_roles import (
     binding_json,
     engine_text,
@@ -18,21 +19,24 @@ from vime.planning.explain_roles import (
     table,
     trainer_text,
 )
-from vime.planning.memory import PHASES, can_leave, in_units, kept_on_host
+from vime.planning.explain_step import step_json, step_text
+from vime.planning.memory import PHASES, in_units
 from vime.planning.plan import MemoryRow, Plan, PoolPlan, pool_of
-from vime.planning.time import Estimate, switch
+from vime.planning.switching import switches
+from vime.planning.time import Estimate
 
 
-def explain_text(plan: Plan) -> str:
-    """The plan as plain text."""
+def explain_text(plan: Plan, assume: Mapping[str, float] = NO_WORDS) -> str:
+    """The plan as plain text. `assume` are the user's values for assumptions about a step."""
     parts = (
         *(_head(plan), _placement(plan), scheduling_text(plan), _memory(plan), leaving_text(plan)),
-        *(_transport(plan), _switch(plan), trainer_text(plan), engine_text(plan), _environment(plan), _basis(plan)),
+        *(_transport(plan), _switch(plan), step_text(plan, assume), trainer_text(plan), engine_text(plan)),
+        *(_environment(plan), _basis(plan)),
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
 
 
-def explain_json(plan: Plan) -> dict[str, Any]:
+def explain_json(plan: Plan, assume: Mapping[str, float] = NO_WORDS) -> dict[str, Any]:
     """The plan as JSON values; every term of every estimate is in it."""
     return {
         "topology": plan.topology,
@@ -52,35 +56,13 @@ def explain_json(plan: Plan) -> dict[str, Any]:
         "transport": _transport_json(plan),
         **roles_json(plan),
         "switch": [{"role": role, **_estimate_json(estimate)} for role, estimate in switches(plan)],
+        "step": step_json(plan, assume),
         "environment": [
             {"process": r.process, "name": r.name, "value": r.value, "mode": r.mode, "why": r.why} for r in plan.env_reasons
         ],
         "hooks_asked": list(plan.hooks_asked),
         "notes": list(plan.notes),
     }
-
-
-def switches(plan: Plan) -> list[tuple[str, Estimate]]:
-    """Seconds to park (or bring back) each role of a time-shared device set; empty where nothing moves."""
-    if plan.residency != "park":
-        return []
-    found: list[tuple[str, Estimate]] = []
-    for name, pool_name, leaves in _leavers(plan):
-        if isinstance(leaves, NullMemory) or not can_leave(leaves):
-            continue
-        rows = {(r.tag, r.how): r for r in plan.memory.rows if r.role == name}
-        moved = sum(
-            r.num_bytes for r in rows.values() if any(str(tag) == r.tag and kept_on_host(leaves, tag) for tag in leaves.tags)
-        )
-        pool = pool_of(plan.pools, pool_name)
-        found.append((name, switch(moved, plan.perf[pool_name], pool.inventories[0])))
-    return found
-
-
-def _leavers(plan: Plan) -> Iterator[tuple[str, str, Any]]:
-    yield plan.actor.request.role, plan.actor.pool, plan.actor.memory
-    if plan.engines:
-        yield plan.engines[0].request.role, plan.engines[0].pool, plan.engines[0].sleep
 
 
 # ---- text

@@ -58,6 +58,7 @@ def finish(loaded: LoadedTopology, situation: Situation, candidate: Candidate, a
         env_reasons=reasons,
         recompute=candidate.recompute,
         recompute_why=candidate.recompute_why,
+        needs=situation.needs,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.config.schema import Config
+from vime.config.schema import Config, GrpoSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,8 @@ class PlanNeeds:
 
     `dtype` None is the platform's default. `vllm` are the user's engine arguments. `samples` is false where nothing is
     sampled for training (supervised fine-tuning), so that a topology without engines will do. `recompute` auto is decided by
-    the plan.
+    the plan. `log_prob_passes` are forward passes of the trainer over a batch beside the one of its update; `updates_per_step`
+    and `max_staleness` are those of the run; `filtered` is true where groups may be dropped and replaced.
     """
 
     dtype: str | None = None
@@ -31,6 +32,10 @@ class PlanNeeds:
     start_timeout_s: float = 300.0
     samples: bool = True
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    log_prob_passes: int = 0
+    updates_per_step: int = 1
+    max_staleness: int = 0
+    filtered: bool = False
 
 
 def needs_from(config: Config) -> PlanNeeds:
@@ -49,4 +54,8 @@ def needs_from(config: Config) -> PlanNeeds:
         start_timeout_s=config.rollout.start_timeout_s,
         samples=config.algorithm.kind != "sft",
         vllm=config.rollout.vllm,
+        log_prob_passes=int(isinstance(config.algorithm, GrpoSection) and config.algorithm.old_log_probs == "recompute"),
+        updates_per_step=config.trainer.updates_per_step,
+        max_staleness=config.schedule.max_staleness,
+        filtered=config.rollout.filter is not None,
     )

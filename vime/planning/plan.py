@@ -15,6 +15,7 @@ from vime.facts.model import ModelShape
 from vime.facts.perf import PerfTable
 from vime.facts.process import EnvValue, MegatronAdaptation, RoleRequest, TrainerRuntime, VllmDefaults
 from vime.facts.transports import Edge, Side, TransportOffer
+from vime.planning.needs import PlanNeeds
 
 
 class PlatformAnswers(Protocol):
@@ -183,6 +184,7 @@ class Plan:
     recompute_why: str = ""
     hooks_asked: tuple[str, ...] = ()
     """`platform.hook(subject)` in the order asked."""
+    needs: PlanNeeds = field(default_factory=PlanNeeds)
 
 
 def pool_of(pools: Iterable[PoolPlan], name: str) -> PoolPlan:

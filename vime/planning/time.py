@@ -10,7 +10,7 @@ from vime.facts.perf import PerfTable, Provenance
 from vime.facts.transports import TransferCost
 
 _UNKNOWN = "unknown"
-_TRUST = ("measured", "derived", "spec", "nominal", _UNKNOWN)
+_TRUST = ("measured", "derived", "spec", "nominal", "assumed", "yours", _UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)

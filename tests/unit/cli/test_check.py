@@ -143,3 +143,20 @@ def test_it_needs_none_of_the_heavy_packages_installed(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_folder_with_sizes_only_is_enough_for_a_plan(vime: Vime, folder: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / "model" / name).unlink()
+    done = vime("check", str(folder / "run.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"warning: model folder {folder}/model has sizes only (config.json): a run needs a complete" in done.stdout
+
+
+def test_such_a_folder_is_refused_by_a_run_before_anything_starts(vime: Vime, folder: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / "model" / name).unlink()
+    done = vime("run", "--platform", "cpu", str(folder / "run.yaml"), "--topology", "cpu-colocate")
+    assert done.returncode == 1
+    assert f"model folder {folder}/model has no weights (*.safetensors) and no tokenizer" in done.stderr
+    assert not (folder / "out").exists()

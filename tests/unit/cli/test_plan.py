@@ -186,3 +186,21 @@ def test_beside_a_run_that_was_measured(vime: Vime, run_file: str, tmp_path: Pat
     told = json.loads(vime("plan", run_file, "--compare", str(run), "--json").stdout)
     assert [(one["what"], one["measured"]) for one in told] == [("training actor params", 1000)]
     assert told[0]["predicted"] > 1000
+
+
+def test_an_assumption_about_a_step(vime: Vime, run_file: str) -> None:
+    done = vime("plan", run_file, "--json", "--assume", "response_tokens=100", "--assume", "longest_tokens=200")
+    assert done.returncode == 0, done.stderr
+    step = json.loads(done.stdout)["step"]
+    assert step["assumed"]["response_tokens"]["value"] == 100
+    assert step["assumed"]["longest_tokens"]["provenance"] == "yours"
+    done = vime("plan", run_file, "--assume", "respons_tokens=100")
+    assert done.returncode == 1
+    assert "no assumption is called 'respons_tokens'" in done.stderr
+    assert "response_tokens" in done.stderr
+
+
+def test_a_rate_that_a_platform_does_not_know_leaves_the_step_open(vime: Vime, run_file: str) -> None:
+    done = vime("plan", run_file)
+    assert "step of 32 x 8 responses: time unknown, without prefill, decode" in done.stdout
+    assert "rate host.device_memory is unknown" in done.stdout

@@ -32,9 +32,15 @@ RATES = {
     "engine_rest": "bytes",
     "engine_work": "bytes",
     "engine_graph_layer": "bytes",
+    "memory_share": "share",
+    "matmul_share": "share",
+    "trainer_share": "share",
+    "prefill_share": "share",
+    "eager_layer": "s",
+    "step_rest": "s",
 }
-"""Rates, times and sizes that a plan reads, with their units."""
-_UNITS = ("bytes/s", "FLOP/s", "s", "bytes", "1/s", "W", "tokens/s")
+"""Rates, times, sizes and shares that a plan reads, with their units."""
+_UNITS = ("bytes/s", "FLOP/s", "s", "bytes", "1/s", "W", "tokens/s", "share")
 
 
 def repeated(names: Iterable[str]) -> list[str]:

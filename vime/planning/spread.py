@@ -1,0 +1,73 @@
+"""Experts of a trained role whose topology does not say over how many devices they are spread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from vime.facts.inventory import NodeInventory, Tri
+from vime.facts.model import ModelShape
+from vime.facts.process import Parallel
+from vime.planning.amounts import trainer_amounts
+from vime.planning.memory import NEAR_LIMIT, in_units
+from vime.planning.needs import PlanNeeds
+from vime.topology.load import LoadedTopology
+from vime.topology.rules import PoolNodes, ResolvedRole
+
+
+def spread_experts(
+    loaded: LoadedTopology, nodes: Mapping[str, PoolNodes], model: ModelShape, needs: PlanNeeds
+) -> tuple[LoadedTopology, tuple[str, ...]]:
+    """The topology with `ep` filled in, and notes about it.
+
+    One topology serves dense models, which have no experts to spread, and mixtures of experts. Where it leaves `ep` out and a
+    rank that has all experts does not fit beside full recomputation, they are spread as far as scale-up links reach.
+    """
+    if not model.experts:
+        return loaded, ()
+    roles, notes = list(loaded.roles), list[str]()
+    for at, role in enumerate(roles):
+        if role.kind != "train" or _written(loaded, role) or role.pool not in nodes:
+            continue
+        found = nodes[role.pool].nodes
+        held, room = _held(role, model, needs), _room(loaded, found)
+        ranks = math.gcd(min(_near(found), role.devices) // role.parallel.pp, model.experts)
+        if room is None or held <= room or not _divides(role, ranks):
+            continue
+        roles[at] = replace(role, parallel=replace(role.parallel, ep=ranks))
+        why = f"with all {model.experts} experts a device would hold {in_units(held)} of {in_units(room)}"
+        notes.append(f"roles.{role.name}.parallel.ep {ranks}, chosen by the plan: {why}")
+    return replace(loaded, roles=tuple(roles)), tuple(notes)
+
+
+def _written(loaded: LoadedTopology, role: ResolvedRole) -> bool:
+    source = loaded.topology.roles[role.name]
+    return source.like is not None or bool({"ep", "etp"} & source.parallel.model_fields_set)
+
+
+def _held(role: ResolvedRole, model: ModelShape, needs: PlanNeeds) -> int:
+    least: Parallel = role.parallel
+    amounts = trainer_amounts(
+        model, needs.dtype or "bfloat16", least, replace(needs, recompute="full"), optimizer=role.optimizer
+    )
+    return sum(amount.num_bytes for amount in amounts)
+
+
+def _room(loaded: LoadedTopology, nodes: Sequence[NodeInventory]) -> int | None:
+    """Bytes of a device that a plan fills; None for slots of a host, which share its memory."""
+    sizes = [device.memory_bytes for node in nodes for device in node.devices]
+    if not sizes or any(node.virtual for node in nodes):
+        return None
+    return int(min(sizes) * (1 - NEAR_LIMIT)) - loaded.topology.limits.device_reserve
+
+
+def _near(nodes: Sequence[NodeInventory]) -> int:
+    """Devices that reach each other at scale-up speed."""
+    fabrics = {(n.fabric.id, n.fabric.clique) if n.fabric and n.fabric.usable is Tri.YES else None for n in nodes}
+    sizes = [len(node.devices) for node in nodes]
+    return sum(sizes) if len(fabrics) == 1 and None not in fabrics else min(sizes)
+
+
+def _divides(role: ResolvedRole, ranks: int) -> bool:
+    return ranks > 1 and (role.devices // role.parallel.pp) % (ranks * role.parallel.etp) == 0
