@@ -183,3 +183,23 @@ def test_the_driver_s_view_of_the_measured_runs() -> None:
         update = results[residency]["syncs"][-1]["seconds"]["sync/update"]
         assert plan.transport is not None
         assert plan.transport.seconds == pytest.approx(update, rel=0.35)
+
+
+@pytest.mark.parametrize(("trains", "samples"), [("cuda", "rocm"), ("rocm", "cuda"), ("cuda", "gb200"), ("cuda", "ascend")])
+def test_a_group_is_of_one_library(trains: str, samples: str) -> None:
+    """Names of backends say too little: two vendors' libraries have one name in torch."""
+    devices = {"cuda": "h200", "rocm": "mi300x", "gb200": "gb200", "ascend": "atlas-a2"}
+    sizes = {"cuda": 8, "rocm": 8, "gb200": 4, "ascend": 8}
+    pools = {n: {"platform": p, "device": devices[p], "devices_per_node": sizes[p]} for n, p in (("a", trains), ("b", samples))}
+    source = {
+        "pools": pools,
+        "roles": {"actor": {"kind": "train", "pool": "a"}, "rollout": {"kind": "rollout", "pool": "b"}},
+        "sync": [{"from": "actor", "to": "rollout"}],
+    }
+    plan = plan_of(source, TINY_MODEL)
+    assert plan.transport is not None
+    if {trains, samples} == {"cuda", "gb200"}:
+        assert plan.transport.protocol == "collective"
+        return
+    assert plan.transport.protocol == "disk"
+    assert any(r.protocol == "collective" and "must" in str(r) for r in plan.transport.rejected)

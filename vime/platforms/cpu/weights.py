@@ -52,7 +52,11 @@ def _preconditions(protocol: str, edge: Edge, side: Side) -> tuple[Precondition,
         near = edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE)
         return (Precondition(near, "trainer and engine must run on one node to share its memory"),)
     if protocol == "collective":
-        request = edge.trainer if side is Side.TRAINER else edge.engine
-        able = "gloo" in request.capabilities.collectives
-        return (Precondition(able, f"the {side} side must speak gloo; it has {request.capabilities.collectives or 'none'}"),)
+        # The trainer's library is the group's, so a trainer here needs an engine that speaks it.
+        asked = {"engine": edge.engine} if side is Side.ENGINE else {"trainer": edge.trainer, "engine": edge.engine}
+        able = {name: request.capabilities.collectives for name, request in asked.items()}
+        return tuple(
+            Precondition("gloo" in spoken, f"the {name} side must speak gloo; it has {spoken or 'none'}")
+            for name, spoken in able.items()
+        )
     return ()

@@ -33,6 +33,9 @@ _OPTIONS: dict[Side, dict[str, object]] = {Side.TRAINER: {}, Side.ENGINE: {"in_p
 (`UnquantizedLinearMethod` and `UnquantizedEmbeddingMethod`). So an update is a copy into them, also after sleep, whose end maps
 them at the same addresses and brings back the buffers. Engines whose model is not of this kind reload layer by layer."""
 
+KIN = frozenset({"cuda", "gb200"})
+"""Platforms whose collectives are NCCL's."""
+
 _ON_ONE_DEVICE = 235e9
 """8.04 GB from a trainer's tensors into the model of an engine on the same H200 took 0.034 s."""
 _OF_SCALE_UP = 294 / 370
@@ -67,6 +70,7 @@ def _preconditions(protocol: str, edge: Edge, side: Side) -> tuple[Precondition,
         return (
             Precondition(edge.relation is not Relation.SAME_DEVICE, "NCCL refuses two ranks of a group on one device"),
             Precondition(speaks, f"the {side} side must speak nccl; it speaks {spoken}"),
+            *((_same_library(edge),) if side is Side.TRAINER else ()),
         )
     opens = "cuda_ipc" in request.capabilities.ipc
     return (
@@ -74,6 +78,12 @@ def _preconditions(protocol: str, edge: Edge, side: Side) -> tuple[Precondition,
         Precondition(opens, f"the {side} side must open device memory: {_why_not(request)}"),
         _peer_access(edge),
     )
+
+
+def _same_library(edge: Edge) -> Precondition:
+    """The trainer's library is the group's. Another vendor's answers to the same name in torch and does not speak with NCCL."""
+    others = sorted({node.platform for node in edge.engine.inventories} - KIN)
+    return Precondition(not others, f"the engine side must have NCCL too; it is on {', '.join(others) or 'the same'}")
 
 
 def _why_not(request: RoleRequest) -> str:

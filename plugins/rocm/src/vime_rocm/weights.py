@@ -46,8 +46,15 @@ def _preconditions(protocol: str, edge: Edge, side: Side) -> tuple[Precondition,
         return (
             Precondition(edge.relation is not Relation.SAME_DEVICE, "RCCL refuses two ranks of a group on one device"),
             Precondition(able, f"the {side} side must speak RCCL; it has {request.capabilities.collectives or 'none'}"),
+            *((_same_library(edge),) if side is Side.TRAINER else ()),
         )
     return _ipc_preconditions(edge)
+
+
+def _same_library(edge: Edge) -> Precondition:
+    """The trainer's library is the group's. RCCL has NCCL's name in torch and does not speak with it."""
+    others = sorted({node.platform for node in edge.engine.inventories} - {"rocm"})
+    return Precondition(not others, f"the engine side must have RCCL too; it is on {', '.join(others) or 'the same'}")
 
 
 def _ipc_preconditions(edge: Edge) -> tuple[Precondition, ...]:
