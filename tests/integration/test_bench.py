@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +52,75 @@ def test_rollout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("served / floor, spread")
 
 
-def test_sync(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = bench("sync", tmp_path, "--repeats", "2")
-    found = parts["publications"]
-    assert found["bytes"] == parts["stream from tensors"]["bytes"]
+@dataclass(frozen=True)
+class Synced:
+    """What `vime bench sync` left, and what its engine was used for afterwards."""
+
+    parts: dict[str, Any]
+    printed: str
+    streamed: dict[str, Any]
+    cycles: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def synced(tmp_path_factory: pytest.TempPathFactory) -> Synced:
+    """One engine for three tests: before the benchmark ends it, weights are streamed to it and it goes to sleep."""
+    after: dict[str, Any] = {}
+
+    @asynccontextmanager
+    async def kept(planned: engines.Planned, clock: engines.Clock) -> AsyncIterator[Any]:
+        async with engines.served(streaming(planned), clock) as server:
+            yield server
+
+            @asynccontextmanager
+            async def running(*_: Any) -> AsyncIterator[Any]:
+                yield server
+
+            patch.setattr(sync, "served", running)
+            where, sizes = moves.Where("cpu", planned.plan.dtype), moves.sizes_of(planned.config.model.path)
+            after["streamed"] = await sync.publications(streaming(planned), (where, sizes), 2, clock)
+            async with engines.control_of(planned, server, clock) as control:
+                await control.shut("drain")
+                after["cycles"] = await sleep.cycles(control, planned, {"level": 1, "repeats": 2})
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        patch.setattr(sync, "served", kept)
+        parts = bench("sync", tmp_path_factory.mktemp("sync"), "--repeats", "2")
+    return Synced(parts, printed.getvalue(), **after)
+
+
+def streaming(planned: engines.Planned) -> engines.Planned:
+    """With the transport of an accelerator, on the host; an engine of this plan knows those of the release too."""
+    transport = planned.plan.transport
+    trainer, engine = (
+        replace(offer, protocol="device_ipc", factory=half)
+        for offer, half in zip((transport.trainer, transport.engine), sync.ON_HOST, strict=True)
+    )
+    return replace(planned, plan=replace(planned.plan, transport=replace(transport, trainer=trainer, engine=engine)))
+
+
+def test_sync(synced: Synced) -> None:
+    found = synced.parts["publications"]
+    assert found["transport"] == "host_shm"
+    assert found["bytes"] == synced.parts["stream from tensors"]["bytes"]
     assert found["checked"]["log_prob_differences"]["one set from itself"] < 1e-4
     assert found["checked"]["log_prob_differences"]["one set from the other"] > 0.01
     assert set(found["medians"]["plain"]["seconds"]) >= {"hold", "update", "open", "total"}
-    assert parts["ratios"]["publication / copy on device"] > 0
-    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("publication / copy on device")
+    assert synced.parts["ratios"]["publication / copy on device"] > 0
+    assert synced.printed.rstrip().splitlines()[-1].startswith("publication / copy on device")
+
+
+def test_publications_that_stream(synced: Synced) -> None:
+    """The way of an accelerator, to a real engine on the host."""
+    found = synced.streamed
+    assert found["transport"] == "device_ipc"
+    assert found["medians"]["plain"]["keep_s"] > 0
+    assert found["checked"]["after the last publication"]["one set from the other"] > 0.01
+
+
+def test_an_engines_sleep(synced: Synced) -> None:
+    """The cycle of an accelerator, which only pauses here."""
+    assert all(synced.cycles[phase] > 0 for phase in sleep.PHASES)
 
 
 def test_sleep_on_a_host_measures_parking_and_says_why_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,34 +130,7 @@ def test_sleep_on_a_host_measures_parking_and_says_why_no_more(tmp_path: Path, c
     assert set(parts["ratios"]) >= {"park / copy to host", "wake / copy from host"}
 
 
-def test_publications_that_stream_and_an_engines_sleep(tmp_path: Path) -> None:
-    """The ways of an accelerator on the host: device_ipc to a real engine, and the cycle of sleep, which only pauses here."""
-    plain, clock = planned("sync", tmp_path), engines.Clock(280)
-    transport = plain.plan.transport
-    trainer, engine = (
-        replace(offer, protocol="device_ipc", factory=half)
-        for offer, half in zip((transport.trainer, transport.engine), sync.ON_HOST, strict=True)
-    )
-    streaming = replace(plain, plan=replace(plain.plan, transport=replace(transport, trainer=trainer, engine=engine)))
-    where, sizes = moves.Where("cpu", plain.plan.dtype), moves.sizes_of(plain.config.model.path)
-
-    async def both() -> dict[str, Any]:
-        found = await sync.publications(streaming, (where, sizes), 2, clock)
-        async with (
-            engines.served(streaming, clock) as server,
-            engines.control_of(streaming, server, clock) as control,
-        ):
-            await control.open("0.0")
-            await control.shut("drain")
-            return {**found, "cycles": await sleep.cycles(control, streaming, {"level": 1, "repeats": 2})}
-
-    found = engines.bounded(both, clock)
-    assert found["transport"] == "device_ipc"
-    assert found["medians"]["plain"]["keep_s"] > 0
-    assert found["checked"]["after the last publication"]["one set from the other"] > 0.01
-    assert all(found["cycles"][phase] > 0 for phase in sleep.PHASES)
-
-
+@pytest.mark.slow
 def test_a_floor_that_cannot_start_names_the_cause_and_leaves_its_log(tmp_path: Path) -> None:
     plain = planned("rollout", tmp_path)
     broken = replace(

@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from vime.cluster import RAY_ENV
-from vime.cluster.guardian import guardian_command
+from vime.cluster.guardian import guardian_command, kill_below
 from vime.errors import PlacementError
 
 LOOPBACK = "127.0.0.1"
 PROCESS_LOGS = "ray"
 """Folder in a run's logs with what the processes of its local cluster printed."""
+
+PATIENCE_S = 20.0
+"""For a head to end."""
 
 KEPT_FILE_BYTES, KEPT_BYTES = 64 * 1024, 2 * 1024 * 1024
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
@@ -98,6 +101,9 @@ class RaySession:
             f"--node-ip-address={LOOPBACK}",
             f"--port={port}",
             "--include-dashboard=false",
+            # The autoscaler, and what sends logs to a driver: nobody reads either.
+            "--no-monitor",
+            "--include-log-monitor=false",
             *_client_server(),
             f"--dashboard-agent-listen-port={_free_port()}",
             f"--num-cpus={os.cpu_count() or 1}",
@@ -155,15 +161,20 @@ class RaySession:
         import ray
 
         ray.shutdown()
-        if self._head is not None and self._head.poll() is None:
-            self._head.send_signal(signal.SIGTERM)
-            try:
-                self._head.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._head.pid, signal.SIGKILL)
+        if self._head is not None:
+            end_head(self._head)
         if self._temp is not None:
             keep_process_logs(self._temp / "session_latest" / "logs", self._log_dir / PROCESS_LOGS)
             shutil.rmtree(self._temp, ignore_errors=True)
+
+
+def end_head(head: subprocess.Popen[Any]) -> None:
+    """End a head politely, then what is below its guardian by force, then the guardian too."""
+    for end in (head.terminate, lambda: kill_below(head.pid), head.kill):
+        end()
+        with suppress(subprocess.TimeoutExpired):
+            head.wait(PATIENCE_S)
+            return
 
 
 def keep_process_logs(source: Path, target: Path, *, file_bytes: int = KEPT_FILE_BYTES, total_bytes: int = KEPT_BYTES) -> None:
@@ -184,7 +195,7 @@ def keep_process_logs(source: Path, target: Path, *, file_bytes: int = KEPT_FILE
             left -= (target / path.name).write_bytes(file.read(length))
 
 
-_KEPT = ("worker-*.err", "worker-*.out", "raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out", "monitor.err")
+_KEPT = ("worker-*.err", "worker-*.out", "raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
 
 
 def _size(path: Path) -> int:

@@ -18,6 +18,8 @@ PROXY_VARIABLES = frozenset({"http_proxy", "https_proxy", "all_proxy", "ftp_prox
 NO_PROXY = "127.0.0.1,localhost"
 _TAIL_BYTES = 256 * 1024
 _POLL_S = 0.02
+_CLEANING_S = 5.0
+"""For a prefix whose command was killed: a guardian ends what is left and removes its segments meanwhile."""
 
 
 def child_env(extra: Mapping[str, str], base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -28,11 +30,11 @@ def child_env(extra: Mapping[str, str], base: Mapping[str, str] | None = None) -
 
 
 def group_members(group: int) -> list[int]:
-    """The living processes (zombies left out) of a process group."""
+    """The living processes (zombies left out) of the session that `group` leads: that group, and those made in the session."""
     members: list[int] = []
     for process in psutil.process_iter():
         try:
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
                 members.append(process.pid)
         except (ProcessLookupError, PermissionError, psutil.Error):
             continue
@@ -43,7 +45,7 @@ class Child:
     """A process started by vime, leader of its own session and process group.
 
     `command_prefix` goes before the command (a guardian that ends it when its owner is gone); it must forward SIGTERM
-    and pass the exit code on, 128 + N for signal N.
+    and pass the exit code on, 128 + N for signal N; it may give the command a group of its own and clean up after it.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Child:
                 )
             except OSError as error:
                 raise EngineError(f"{name} cannot be started: {error}", where=self.command[0]) from error
+        self._guarded = bool(command_prefix)
         self.group = self._process.pid
 
     @property
@@ -108,10 +111,10 @@ class Child:
         return "\n".join(self.log_text().splitlines()[-lines:])
 
     def stop(self, grace_s: float = 15.0) -> float:
-        """End the process and its whole group; return the seconds it took.
+        """End the process and its whole session; return the seconds it took.
 
-        SIGTERM goes to the leader, which ends its own children in order; whatever is left of the group (or of the
-        leader's descendants, should one have left it) after `grace_s` is killed. Safe to call again.
+        SIGTERM goes to the leader, which ends its own children in order; whatever is left of the session (or of the
+        leader's descendants, should one have left it) after `grace_s` is killed, a prefix last. Safe to call again.
         """
         started = time.monotonic()
         family = self._descendants()
@@ -121,8 +124,10 @@ class Child:
                 os.kill(self.pid, signal.SIGCONT)
         deadline = started + grace_s
         if not self._gone_by(deadline, family):
-            self._kill(family)
-            self._gone_by(time.monotonic() + 5.0, family)
+            self._kill(family, sparing=(self.pid,) if self._guarded else ())
+            if not self._gone_by(time.monotonic() + _CLEANING_S, family):
+                self._kill(family)
+                self._gone_by(time.monotonic() + 5.0, family)
         return time.monotonic() - started
 
     def _descendants(self) -> list[psutil.Process]:
@@ -134,9 +139,10 @@ class Child:
     def _gone_by(self, deadline: float, family: Sequence[psutil.Process]) -> bool:
         return _wait(lambda: not self.alive() and not group_members(self.group) and not any(map(_runs, family)), deadline)
 
-    def _kill(self, family: Sequence[psutil.Process]) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.group, signal.SIGKILL)
+    def _kill(self, family: Sequence[psutil.Process], *, sparing: Sequence[int] = ()) -> None:
+        for pid in set(group_members(self.group)) - set(sparing):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         for process in family:
             with contextlib.suppress(psutil.Error):
                 process.kill()

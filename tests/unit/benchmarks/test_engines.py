@@ -73,11 +73,22 @@ def test_the_floor_has_the_servers_arguments(planned: Any) -> None:
     assert (words["max_model_len"], words["dtype"], words["logprobs_mode"]) == (32, "float32", "processed_logprobs")
 
 
-def test_a_floor_that_fails_tells_its_cause_and_keeps_its_log(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bare.sys, "executable", "/bin/false")
-    with pytest.raises(EngineError, match="exit code 1"):
+def test_a_floor_that_fails_tells_its_cause_and_keeps_its_log(
+    planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child is the real one; the vLLM that it finds refuses every model."""
+    sources = {
+        "vllm/__init__.py": "class LLM:\n    def __init__(self, model):\n        raise ValueError(f'refused: {model}')\n",
+        "vllm/engine/__init__.py": "",
+        "vllm/engine/arg_utils.py": "import dataclasses\n\n\n@dataclasses.dataclass\nclass EngineArgs:\n    model: str\n",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EngineError, match=f"ended with exit code 1: ValueError: refused: {planned.config.model.path}"):
         bare.ask(planned, {"work": "sleep"}, Clock(30))
-    assert "bare-sleep.log" in planned.logs()
+    assert planned.logs()["bare-sleep.log"][-1].startswith("ValueError")
 
 
 def test_as_trainer_sets_the_trainers_environment(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:

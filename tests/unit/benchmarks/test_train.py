@@ -22,15 +22,21 @@ def words(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     return {**train.words_of(args, tmp_path), **changes}
 
 
-def test_parts_come_from_one_child_and_the_plan_is_of_the_same_rank(tmp_path: Path) -> None:
-    parts = train.Parts(words(tmp_path), ["recompute none", "head"], limit_s=120)
+def test_parts_come_from_one_child_and_what_fails_leaves_them_a_new_one(tmp_path: Path) -> None:
+    """The plan is of the same rank."""
+    parts = train.Parts(words(tmp_path), ["no such part", "recompute none", "head"], limit_s=120)
     try:
+        failed = parts.result("no such part")
+        assert parts._child is None
         trained = parts.result("recompute none")
         child = parts._child
         head = parts.result("head")
         assert parts._child is child
     finally:
         parts.close()
+    assert not failed["ok"]
+    assert "KeyError: 'no'" in failed["error"]
+    assert "train_parts.py" in failed["trace"]
     held = trained["memory"]["bytes_by_tag"]
     args = parser_of("train").parse_args(["--tokens", "64"])
     args.dtype = "float32"
@@ -40,19 +46,6 @@ def test_parts_come_from_one_child_and_the_plan_is_of_the_same_rank(tmp_path: Pa
     assert trained["park"]["bits_equal"]
     assert trained["park"]["same_sizes"]
     assert set(head["chunks"]) == {"64"}
-
-
-def test_a_part_that_fails_leaves_the_others_a_new_child(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    parts = train.Parts({**words(tmp_path), "dtype": "no dtype"}, ["head", "recompute none"], limit_s=60)
-    try:
-        first = parts.result("head")
-        assert not first["ok"]
-        assert "no dtype" in first["error"] + first["trace"]
-        assert parts._child is None
-        assert not parts.result("recompute none")["ok"]
-    finally:
-        parts.close()
 
 
 def test_a_child_that_dies_gives_its_last_words(tmp_path: Path) -> None:

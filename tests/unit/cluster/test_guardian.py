@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from vime.cluster.guardian import SHARED_MEMORY, descendants, guardian_command, still_running
+from vime.cluster.guardian import LOOK_EVERY_S, SHARED_MEMORY, descendants, guardian_command, kill_below, still_running
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -120,3 +122,99 @@ def test_the_command_ends_when_its_guardian_is_killed() -> None:
     guardian.kill()
     guardian.wait()
     assert wait_gone(family, 5)
+
+
+# ---- segments
+
+
+def segment(name: str) -> Path:
+    return SHARED_MEMORY / f"segtest-{os.getpid()}-{name}"
+
+
+USER = """
+import ctypes, os, subprocess, sys, time
+libc = ctypes.CDLL(None)
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+def make(path, mode=0o600):
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+    os.ftruncate(handle, 8192)
+    return handle
+def only_map(path, mode=0o600):
+    handle = make(path, mode)
+    libc.mmap(None, 8192, 3, 1, handle, 0)
+    os.close(handle)
+"""
+FIRST = f"only_map({str(segment('mapped'))!r})\nmake({str(segment('open'))!r})\n"
+SECOND = f"only_map({str(segment('child'))!r})\nprint('up', flush=True)\ntime.sleep(60)"
+HOLDERS = USER + FIRST + f"subprocess.Popen([sys.executable, '-c', {USER + SECOND!r}])\ntime.sleep(60)"
+"""A process and its child that use three files: one only mapped, one only open, one of the child."""
+
+NAMES = ("mapped", "open", "child")
+
+
+@pytest.fixture(autouse=True)
+def no_segments() -> Iterator[None]:
+    yield
+    shutil.rmtree(segment("folder"), ignore_errors=True)
+    for path in (*SHARED_MEMORY.glob(f"segtest-{os.getpid()}-*"), *SHARED_MEMORY.glob(f"{PREFIX}*")):
+        path.unlink(missing_ok=True)
+
+
+def guarded(code: str, *words: str) -> subprocess.Popen[str]:
+    """Running, and it has printed a line."""
+    command = [*guardian_command(segments=PREFIX), sys.executable, "-c", code, *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def kill_group(guardian: subprocess.Popen[str]) -> None:
+    (command,) = (int(pid) for pid in Path(f"/proc/{guardian.pid}/task/{guardian.pid}/children").read_text().split())
+    assert os.getpgid(command) == command != guardian.pid
+    os.killpg(command, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [kill_group, subprocess.Popen.terminate, lambda guardian: kill_below(guardian.pid)])
+def test_however_a_command_ends_its_segments_go(end: Callable[[subprocess.Popen[str]], None]) -> None:
+    guardian = guarded(HOLDERS)
+    time.sleep(LOOK_EVERY_S + 0.5)
+    family = descendants(guardian.pid)
+    assert len(family) == 3
+    assert all(segment(name).exists() for name in NAMES)
+    end(guardian)
+    assert guardian.wait(10) != 0
+    assert wait_gone(family, 1)
+    assert [name for name in NAMES if segment(name).exists()] == []
+
+
+def test_the_segments_of_what_outlives_a_killed_process_are_found_with_no_time_to_look() -> None:
+    """The parent dies at once; its child lives until the guardian ends it, and shows what it holds."""
+    guardian = guarded(HOLDERS)
+    parent = next(pid for pid in descendants(guardian.pid) if os.getpgid(pid) == pid != guardian.pid)
+    os.kill(parent, signal.SIGKILL)
+    guardian.wait(10)
+    assert not segment("child").exists()
+
+
+def test_only_what_the_command_alone_used_is_removed() -> None:
+    """Its own, and seven files that stay: each differs from it in one thing."""
+    stay = ("before", "in use", "never used", "open to others", "made anew", "the run's", "folder/file")
+    paths = {name: segment(name) for name in stay[:5]}
+    paths |= {stay[5]: SHARED_MEMORY / f"{PREFIX}-run", stay[6]: segment("folder") / "file"}
+    paths[stay[6]].parent.mkdir()
+    paths["before"].touch(0o600)
+    own = segment("own")
+    used = [path for name, path in paths.items() if name != "never used"]
+    lines = [f"only_map({str(path)!r}, {0o644 if path is paths['open to others'] else 0o600})" for path in (*used, own)]
+    guardian = guarded("\n".join([USER, *lines, "print('up', flush=True)", "time.sleep(60)"]))
+    paths["never used"].touch(0o600)
+    time.sleep(LOOK_EVERY_S + 0.5)
+    paths["made anew"].unlink()
+    paths["made anew"].touch(0o600)
+    with paths["in use"].open("rb"):
+        kill_group(guardian)
+        guardian.wait(10)
+    left = [name for name, path in paths.items() if path.exists()]
+    assert left == list(paths)
+    assert not own.exists()

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from vime.cluster import session
+from vime.cluster.guardian import descendants, guardian_command, still_running
 from vime.cluster.session import keep_process_logs
 
 
@@ -37,3 +43,21 @@ def test_the_whole_is_bounded_and_the_newest_errors_come_first(tmp_path: Path) -
 def test_a_session_without_a_folder_leaves_nothing(tmp_path: Path) -> None:
     keep_process_logs(tmp_path / "absent", tmp_path / "kept")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_head_is_ended_with_all_below_it(deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that does not listen: what is below its guardian is killed, and the guardian ends by itself."""
+    monkeypatch.setattr(session, "PATIENCE_S", 1.0)
+    code = "import signal, subprocess, time;"
+    code += "signal.signal(signal.SIGTERM, signal.SIG_IGN);" if deaf else ""
+    code += "subprocess.Popen(['sleep', '60'], start_new_session=True); print('up', flush=True); time.sleep(60)"
+    command = [*guardian_command(), sys.executable, "-c", code]
+    head = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert head.stdout is not None
+    assert head.stdout.readline() == "up\n"
+    family = descendants(head.pid)
+    assert len(family) == 3
+    session.end_head(head)
+    assert head.returncode == 128 + (9 if deaf else 15)
+    assert not still_running(family)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from vime.cluster.guardian import guardian_command
 from vime.errors import DeadlineError, EngineError
 from vime.rollout.engine import EngineServer, EngineSpec
 from vime.rollout.launcher import Child, child_env, group_members
@@ -25,10 +26,20 @@ def servers() -> Iterator[list[EngineServer]]:
         server.stop(1.0)
 
 
-def make(servers: list[EngineServer], tmp_path: Path, behaviour: str = "serve", *, port: int = 0) -> EngineServer:
+def make(
+    servers: list[EngineServer], tmp_path: Path, behaviour: str = "serve", *, port: int = 0, prefix: tuple[str, ...] = ()
+) -> EngineServer:
     env = {"FAKE_ENGINE": behaviour, "FAKE_ENGINE_MARK": str(tmp_path / "mark")}
     spec = EngineSpec(
-        tmp_path, "float32", tmp_path / "engine.log", "mine", 16, env=env, launch="vime.testing.engine_server", name="engine 3"
+        tmp_path,
+        "float32",
+        tmp_path / "engine.log",
+        "mine",
+        16,
+        env=env,
+        launch="vime.testing.engine_server",
+        name="engine 3",
+        command_prefix=prefix,
     )
     server = EngineServer(spec, port=port)
     servers.append(server)
@@ -100,6 +111,28 @@ def test_an_unstarted_server_has_no_address(tmp_path: Path) -> None:
     server = EngineServer(EngineSpec(tmp_path, "float32", tmp_path / "log", "t", 16))
     with pytest.raises(EngineError, match="is not started"):
         _ = server.url
+
+
+@pytest.mark.parametrize("seconds", [None, 0.3])
+async def test_a_guarded_server_leaves_no_segment_however_it_is_stopped(
+    servers: list[EngineServer], tmp_path: Path, seconds: float | None
+) -> None:
+    """One that ends by itself, and one that is killed because it does not: its guardian is left the time to clean up."""
+    segment = f"vime-stop-{os.getpid()}"
+    prefix = (*guardian_command(), sys.executable, "-c", _HOLDER, f"/dev/shm/{segment}")
+    server = make(servers, tmp_path, "serve" if seconds is None else "stubborn", prefix=prefix)
+    await server.wait_ready(20)
+    group = server.group
+    assert len(group_members(group)) >= 2
+    assert segment in os.listdir("/dev/shm")
+    assert server.stop(*([] if seconds is None else [seconds])) < 5
+    assert group_members(group) == []
+    assert segment not in os.listdir("/dev/shm")
+
+
+_HOLDER = "import os, sys; os.set_inheritable(os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o600), True); "
+_HOLDER += "os.execv(sys.argv[2], sys.argv[2:])"
+"""Holds a file open and becomes the server."""
 
 
 # ---- children
