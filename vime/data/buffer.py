@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from vime.data.source import PromptSource
@@ -55,6 +57,21 @@ def next_by_completion(
     return [g for g in ready if g.prompt.group in chosen] if len(chosen) == size else None
 
 
+def missing_by_completion(slack: Iterable[int], slack_in_flight: Iterable[int], *, size: int) -> tuple[int, int] | None:
+    """(k, n): `next_by_completion` waits until n groups of slack k or less have left the flight; None where it does not wait.
+
+    Arguments are as there. Of groups with slack k or less, all but k * size must be ready, and never more than `size`.
+    """
+    ready = Counter(slack)
+    alive = ready + Counter(slack_in_flight)
+    num_ready = num_alive = 0
+    for k in sorted(alive):
+        num_ready, num_alive = num_ready + ready[k], num_alive + alive[k]
+        if (missing := min(num_alive - k * size, size) - num_ready) > 0:
+            return k, missing
+    return None
+
+
 class BufferRoom:
     """The `Room` of a buffer."""
 
@@ -66,6 +83,16 @@ class BufferRoom:
 
     def give_back(self, count: int) -> None:
         self._buffer.readmit(count)
+
+
+@dataclass(slots=True)
+class _Wait:
+    """What `step` waits for: `count` groups that started at `version` or before, or the group `group`."""
+
+    step: int = -1
+    version: int = -1
+    count: int = 0
+    group: float = math.inf
 
 
 class Buffer:
@@ -110,6 +137,9 @@ class Buffer:
         self._permits = 0
         self._in_flight: dict[int, int] = {}
         self._ready: dict[int, Group] = {}
+        self._arrived: list[Group] = []
+        self._checked_step = start
+        self._wait = _Wait()
         self._training: dict[int, tuple[PromptId, ...]] = {}
         self._journal: dict[int, Batch] = {}
         self._returned_stale = 0
@@ -166,8 +196,9 @@ class Buffer:
         if self._permits < 1:
             raise RolloutError(f"group {prompt.group} is delivered without room", fix="take room before a group starts")
         self._permits -= 1
-        del self._in_flight[prompt.group]
+        self._leave_flight(prompt.group)
         self._ready[prompt.group] = group
+        self._arrived.append(group)
         self._wake()
 
     async def take(self, step: int) -> Batch:
@@ -247,12 +278,32 @@ class Buffer:
         return warnings
 
     def _complete(self, step: int) -> list[Group] | None:
+        """A finished group asks this each time, so what is known to be incomplete is not looked through again."""
+        if len(self._ready) < self._batch_size or self._still_waits(step):
+            return None
         if self._order == "prompt":
             waiting = [*self._in_flight, *([] if (low := self._source.lowest_returned) is None else [low])]
-            return next_by_prompt(self._ready, size=self._batch_size, barrier=min(waiting, default=math.inf))
+            barrier = min(waiting, default=math.inf)
+            self._wait = _Wait(step, group=barrier)
+            return next_by_prompt(self._ready, size=self._batch_size, barrier=barrier)
         slack = {number: self._slack(group, step) for number, group in self._ready.items()}
-        in_flight = [left for v in self._in_flight.values() if (left := v + self._max_staleness + 1 - step) >= 0]
+        oldest = step - self._max_staleness - 1
+        in_flight = [v - oldest for v in self._in_flight.values() if v >= oldest]
+        if (missing := missing_by_completion(slack.values(), in_flight, size=self._batch_size)) is not None:
+            self._wait = _Wait(step, version=missing[0] + oldest, count=missing[1])
+            return None
         return next_by_completion([*self._ready.values()], size=self._batch_size, slack=slack, slack_in_flight=in_flight)
+
+    def _still_waits(self, step: int) -> bool:
+        wait = self._wait
+        if wait.step != step:
+            return False
+        return wait.count > 0 or wait.group in self._in_flight or wait.group == self._source.lowest_returned
+
+    def _leave_flight(self, number: int) -> None:
+        version = self._in_flight.pop(number, None)
+        if version is not None and version <= self._wait.version:
+            self._wait.count -= 1
 
     def _rest(self, step: int) -> list[Group]:
         """What is left after the last group, a batch at a time."""
@@ -272,7 +323,11 @@ class Buffer:
         return self._max_staleness - staleness(group, step)
 
     def _return_stale(self, step: int) -> None:
-        stale = [group.prompt for group in self._ready.values() if self._slack(group, step) < 0]
+        """Those that were ready at the last look at this step have not aged since."""
+        groups = self._arrived if step == self._checked_step else self._ready.values()
+        here = (group for group in groups if self._ready.get(group.prompt.group) is group)
+        stale = [group.prompt for group in here if self._slack(group, step) < 0]
+        self._checked_step, self._arrived = step, []
         for prompt in stale:
             del self._ready[prompt.group]
         self._returned_stale += len(stale)
@@ -281,8 +336,11 @@ class Buffer:
 
     def _on_source_change(self) -> None:
         """Note the version at which prompts went out: none of their tokens can be older."""
-        held = {prompt.group for ids in self._training.values() for prompt in ids} | self._ready.keys()
-        self._in_flight = {n: self._in_flight.get(n, self._version) for n in self._source.out if n not in held}
+        for number in self._source.changed:
+            if number in self._source.out:
+                self._in_flight.setdefault(number, self._version)
+            else:
+                self._leave_flight(number)
         self._wake()
 
     async def _changed(self) -> None:

@@ -7,7 +7,7 @@ import heapq
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vime.errors import CheckpointError, DataError, RolloutError
@@ -59,6 +59,7 @@ class PromptSource:
         self._out: dict[int, PromptId] = {}
         self._returned: list[tuple[int, PromptId]] = []
         self._counters: Counter[str] = Counter()
+        self._changed: list[int] = []
         self._listener: Callable[[], None] = lambda: None
 
     @property
@@ -90,6 +91,13 @@ class PromptSource:
         """Call `listener` after every change of the ledger. One listener: the buffer."""
         self._listener = listener
 
+    @property
+    def changed(self) -> Sequence[int]:
+        """To the listener: the groups that came into `out` or left it. Looking through all of `out` would cost as much as the
+        whole batch for every group that a filter refuses.
+        """
+        return self._changed
+
     def take(self, n: int) -> list[PromptId]:
         """The next `n` prompts, fewer only where the data ends. Crosses as many epoch borders as it takes."""
         taken = [heapq.heappop(self._returned)[1] for _ in range(min(n, len(self._returned)))]
@@ -97,7 +105,8 @@ class PromptSource:
             taken.append(self._fresh())
         for prompt in taken:
             self._out[prompt.group] = prompt
-        self._listener()
+            self._changed.append(prompt.group)
+        self._tell()
         return taken
 
     def give_back(self, ids: Iterable[PromptId], *, regenerate: bool) -> None:
@@ -112,20 +121,20 @@ class PromptSource:
             again = PromptId(prompt.group, prompt.epoch, prompt.row, attempt)
             heapq.heappush(self._returned, (again.group, again))
             self._counters[REGENERATED] += regenerate
-        self._listener()
+        self._tell()
 
     def drop(self, ids: Iterable[PromptId]) -> None:
         """These groups will never be trained (a filter refused them). Raises RolloutError for a prompt that is not out."""
         for prompt in ids:
             self._remove(prompt, "dropped")
             self._counters[DROPPED] += 1
-        self._listener()
+        self._tell()
 
     def settle(self, ids: Iterable[PromptId]) -> None:
         """These groups are trained. Raises RolloutError for a prompt that is not out: it would count twice."""
         for prompt in ids:
             self._remove(prompt, "trained")
-        self._listener()
+        self._tell()
 
     def state(self, *, trained: Iterable[PromptId] = ()) -> dict[str, Any]:
         """Position and unfinished prompts as JSON. `trained` are out, but in the weights that the checkpoint holds."""
@@ -153,6 +162,7 @@ class PromptSource:
             saved_order = {key: state[key] for key in self._order_state()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the prompt position cannot be read: {error!r}", fix="resume from an older one") from error
+        self._changed += self._out
         self._out.clear()
         self._counters = Counter(counters)
         self._next_group = position[2]
@@ -163,7 +173,7 @@ class PromptSource:
         self._returned = [] if changes else [(p.group, p) for p in unfinished]
         heapq.heapify(self._returned)
         self._order = epoch_order(self._num_rows, seed=self._seed, epoch=self._epoch, shuffle=self._shuffle)
-        self._listener()
+        self._tell()
         if not changes:
             return []
         return [
@@ -196,3 +206,8 @@ class PromptSource:
                 fix="a rollout must settle each prompt once: put its group, give it back or drop it",
             )
         del self._out[prompt.group]
+        self._changed.append(prompt.group)
+
+    def _tell(self) -> None:
+        self._listener()
+        self._changed = []

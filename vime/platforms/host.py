@@ -89,9 +89,10 @@ def _memory_bytes() -> int:
 
 def _numa(cpus: Sequence[int]) -> list[dict[str, Any]]:
     """Memory nodes with those of their processors that this process may use."""
+    usable = set(cpus)
     nodes: list[dict[str, Any]] = []
     for folder in sorted(_NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
-        near = [cpu for cpu in parse_cpulist(_text(folder / "cpulist")) if cpu in cpus]
+        near = [cpu for cpu in parse_cpulist(_text(folder / "cpulist")) if cpu in usable]
         size = parse_meminfo(_text(folder / "meminfo")) or 0
         nodes.append({"index": int(folder.name[4:]), "cpus": near, "memory_bytes": size})
     return nodes

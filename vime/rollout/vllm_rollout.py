@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -62,6 +63,7 @@ class VllmRollout:
         self._count = on_count
         self._chunk = chunk
         self._load = [0] * len(workers)
+        self._by_load = [(0, worker) for worker in range(len(workers))]
 
     @property
     def outstanding(self) -> int:
@@ -95,15 +97,36 @@ class VllmRollout:
         while True:
             allowed = await room.take(self._chunk)
             await self._gate.wait_open()
-            prompts = self._source.take(allowed)
-            worker = self._load.index(min(self._load))
-            self._load[worker] += len(prompts)
-            await self._workers[worker].submit(prompts)
+            for worker, prompts in self._shares(self._source.take(allowed)).items():
+                await self._workers[worker].submit(prompts)
+
+    def _shares(self, prompts: Sequence[PromptId]) -> dict[int, list[PromptId]]:
+        """Each prompt to the worker that has least to do then, by worker; their load counts from here on."""
+        shares: dict[int, list[PromptId]] = {}
+        for prompt in prompts:
+            worker = self._least()
+            self._add_load(worker, 1)
+            shares.setdefault(worker, []).append(prompt)
+        return shares
+
+    def _add_load(self, worker: int, groups: int) -> None:
+        self._load[worker] += groups
+        heapq.heappush(self._by_load, (self._load[worker], worker))
+
+    def _least(self) -> int:
+        """The worker with the lowest load; entries of a load that is no longer true are left out when they come up."""
+        heap = self._by_load
+        if len(heap) > 8 * len(self._load):
+            heap[:] = [(load, worker) for worker, load in enumerate(self._load)]
+            heapq.heapify(heap)
+        while heap[0][0] != self._load[heap[0][1]]:
+            heapq.heappop(heap)
+        return heap[0][1]
 
     async def _drain(self, index: int, room: Room, ready: asyncio.Queue[Group | BaseException]) -> None:
         while True:
             outcomes = await self._workers[index].finished()
-            self._load[index] -= len(outcomes)
+            self._add_load(index, -len(outcomes))
             for outcome in outcomes:
                 for name, amount in outcome.counts.items():
                     self._count(name, amount)

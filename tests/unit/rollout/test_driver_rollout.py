@@ -130,3 +130,12 @@ async def test_evaluation_beside_training_is_settled_before_the_next_version() -
     assert seen == []
     await role.settle()
     assert seen == [2]
+
+
+async def test_one_admission_of_a_whole_batch_is_spread_over_the_workers() -> None:
+    workers = Worker(), Worker(), Worker()
+    source = PromptSource(10, identity="x", seed=0, shuffle=False)
+    buffer = Buffer(source, batch_size=8, max_staleness=0)
+    rollout = VllmRollout(workers, source, gate=OpenGate(), on_count=lambda *_: None, chunk=8)
+    assert await one_batch(rollout, buffer) == list(range(8))
+    assert [len(w.submitted) for w in workers] == [3, 3, 2]
