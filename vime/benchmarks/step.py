@@ -158,6 +158,7 @@ class Bench:
                 **recompute,
             },
             "schedule": {"num_steps": args.steps, "max_staleness": args.max_staleness},
+            "weights": CHECKS,
             "checkpoint": {"last": False},
             "observe": {"tensorboard": False},
         }
@@ -169,6 +170,10 @@ class Bench:
             return {}
         bounds = {"kv_cache_memory_bytes": int(args.kv_gib * 2**30), "gpu_memory_utilization": args.utilization}
         return {**bounds, "max_num_seqs": 128, "enforce_eager": not args.graphs}
+
+
+CHECKS = {"probe": {"every": 1}, "fingerprint": {"first": 1, "every": 0}}
+"""Every publication is probed, in phases of its own; digests read all weights once more: the first publication has them."""
 
 
 # ---- what a run left

@@ -135,7 +135,9 @@ class TrainerProcess:
         return HalfInfo(self._streams, every_rank, own, len(self._manifest.tensors))
 
     def init_info(self, receivers: int) -> Mapping[str, Any]:
-        return self._half.init_info(receivers)
+        """What this rank's half offers. All ranks have one manifest, which rank 0 tells."""
+        offer = self._half.init_info(receivers)
+        return offer if self._setup.rank == 0 else {**offer, "manifest": []}
 
     def connect_transfer(self) -> int:
         """Finish the handshake -> engine workers that take from this rank, where every rank sends."""

@@ -14,7 +14,9 @@ from vime.benchmarks import step
 from vime.benchmarks.engines import Clock, Here
 from vime.cli.bench import parser_of
 from vime.config.load import load_config
+from vime.config.schema import WeightsSection
 from vime.errors import DeadlineError
+from vime.weights.protocol import is_due
 
 
 def bench(*words: str, virtual: bool = False, limit_s: float = 100.0) -> step.Bench:
@@ -46,6 +48,12 @@ def test_recompute_is_vimes_own_unless_asked(tmp_path: Path) -> None:
     default = loaded(tmp_path, bench(), "park").trainer.recompute
     assert "recompute" not in bench().run_file("park", tmp_path, tmp_path)["trainer"]
     assert loaded(tmp_path, bench("--recompute", "full"), "park").trainer.recompute == "full" != default
+
+
+def test_every_publication_of_a_measured_run_is_probed(tmp_path: Path) -> None:
+    checks = WeightsSection.model_validate(bench().run_file("park", tmp_path, tmp_path)["weights"])
+    assert all(is_due(checks.probe, count) for count in range(1, 30))
+    assert [is_due(checks.fingerprint, count) for count in (1, 2, 20)] == [True, False, False]
 
 
 def test_a_run_is_stopped_early_enough_to_end_within_the_limit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ class Half:
         self.kept.append([name for name, _ in weights])
 
 
-def rank(half: Half | None, *, streams: bool = True) -> Any:
+def rank(half: Any, *, streams: bool = True) -> Any:
     process: Any = TrainerProcess.__new__(TrainerProcess)
     process.worker, process._half, process._streams = Worker(), half, streams
     return process
@@ -90,6 +91,14 @@ def test_a_rank_without_a_half_gathers_for_transports_that_stage_on_the_host(fin
     process = rank(None, streams=False)
     assert process.stage("0.1", fingerprint) == {"tensors": 0}
     assert process.worker.gathered == ["own"]
+
+
+@pytest.mark.parametrize(("number", "manifest"), [(0, ["row"]), (1, [])])
+def test_the_first_rank_alone_tells_the_manifest(number: int, manifest: list[str]) -> None:
+    """It lists every tensor of the model, and all ranks have the same."""
+    process = rank(SimpleNamespace(init_info=lambda receivers: {"manifest": ["row"], "info": {"rings": [receivers]}}))
+    process._setup = SimpleNamespace(rank=number)
+    assert process.init_info(4) == {"manifest": manifest, "info": {"rings": [4]}}
 
 
 class Method:
