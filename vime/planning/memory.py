@@ -153,20 +153,31 @@ def check_memory(space: PoolSpace, plan: MemoryPlan, occupants: Sequence[Occupan
     errors: list[PlanError] = []
     notes: list[str] = []
     for phase in PHASES:
-        for used, limit, parts in _loads(space, phase, mine):
-            total = f" = {in_units(used)}" if len(parts) > 1 else ""
-            text = f"{phase} needs {' + '.join(parts)}{total} of {in_units(limit)}"
-            if used > limit:
-                errors.append(PlanError(f"E251 pools.{space.name}: {text}", where=space.where, fix=_memory_fix(mine, phase)))
-            elif used > limit * (1 - NEAR_LIMIT):
+        for load in _loads(space, phase, mine):
+            total = f" = {in_units(load.used)}" if len(load.parts) > 1 else ""
+            text = f"{phase} needs {' + '.join(load.parts)}{total} of {in_units(load.limit)}"
+            if load.used > load.limit:
+                fix = _memory_fix(load.largest, phase)
+                errors.append(PlanError(f"E251 pools.{space.name}: {text}", where=space.where, fix=fix))
+            elif load.used > load.limit * (1 - NEAR_LIMIT):
                 notes.append(f"W253 pools.{space.name}: {text}: within {NEAR_LIMIT:.0%} of the limit")
     if not space.virtual:
         errors += _check_host(space, plan)
     return errors, list(dict.fromkeys(notes))
 
 
-def _loads(space: PoolSpace, phase: str, mine: Sequence[Occupant]) -> Iterator[tuple[int, int, list[str]]]:
-    """(bytes used, bytes there, parts) of each set of devices; of each node where the devices are slots of a host."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bytes used and bytes there, what they are in words, and the kind of role that takes the most."""
+
+    used: int
+    limit: int
+    parts: tuple[str, ...]
+    largest: str
+
+
+def _loads(space: PoolSpace, phase: str, mine: Sequence[Occupant]) -> Iterator[Load]:
+    """What each set of devices holds; each node where the devices are slots of a host."""
     if space.virtual:
         for node in range(len(space.nodes)):
             loads = [(o, _all_bytes(o, phase) * o.nodes.count(node)) for o in mine]
@@ -179,10 +190,12 @@ def _loads(space: PoolSpace, phase: str, mine: Sequence[Occupant]) -> Iterator[t
         yield _load(loads, space.device_bytes, space.reserve_bytes)
 
 
-def _load(loads: Iterable[tuple[Occupant, int]], limit: int, reserve: int) -> tuple[int, int, list[str]]:
-    listed = [(o.role.name, size) for o, size in loads if size]
-    parts = [f"{name} {in_units(size)}" for name, size in listed] + ([f"reserve {in_units(reserve)}"] if reserve else [])
-    return sum(size for _, size in listed) + reserve, limit, parts or ["nothing"]
+def _load(loads: Iterable[tuple[Occupant, int]], limit: int, reserve: int) -> Load:
+    listed = [(o.role, size) for o, size in loads if size]
+    parts = [f"{role.name} {in_units(size)}" for role, size in listed]
+    parts += [f"reserve {in_units(reserve)}"] if reserve else []
+    largest = max(listed, key=lambda pair: pair[1])[0].kind if listed else ""
+    return Load(sum(size for _, size in listed) + reserve, limit, tuple(parts) or ("nothing",), largest)
 
 
 def _all_bytes(occupant: Occupant, phase: str) -> int:
@@ -194,7 +207,7 @@ def _all_bytes(occupant: Occupant, phase: str) -> int:
 def is_tight(space: PoolSpace, occupants: Sequence[Occupant], phase: str) -> bool:
     """Whether a phase leaves less than `NEAR_LIMIT` of a pool's devices free."""
     mine = [o for o in occupants if o.role.pool == space.name]
-    return any(used > limit * (1 - NEAR_LIMIT) for used, limit, _ in _loads(space, phase, mine))
+    return any(load.used > load.limit * (1 - NEAR_LIMIT) for load in _loads(space, phase, mine))
 
 
 def room_for_cache(space: PoolSpace, occupants: Sequence[Occupant], engine: Occupant) -> tuple[int, str]:
@@ -217,15 +230,13 @@ def _in_phase(rows: Sequence[MemoryRow], occupant: Occupant, phase: str) -> int:
     return sum(r.num_bytes for r in rows if r.role == occupant.role.name and r.phase == phase)
 
 
-def _memory_fix(mine: Sequence[Occupant], phase: str) -> str:
+def _memory_fix(largest: str, phase: str) -> str:
+    """What helps the role that takes the most."""
+    if largest == "rollout":
+        return "bound the engine's cache with rollout.vllm.kv_cache_memory_bytes, or use more devices"
     if phase == TRAINING:
         return "use more devices (tp, pp, ep or dp), smaller trainer.max_tokens_per_micro_batch, or trainer.recompute full"
-    engines = any(o.role.kind == "rollout" for o in mine)
-    return (
-        "bound the engine's cache with rollout.vllm.kv_cache_memory_bytes, or use more devices"
-        if engines
-        else "use more devices"
-    )
+    return "use more devices (tp, pp, ep or dp)"
 
 
 def _check_host(space: PoolSpace, plan: MemoryPlan) -> Iterator[PlanError]:
