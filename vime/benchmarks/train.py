@@ -24,7 +24,8 @@ from typing import Any
 
 from vime.benchmarks import parity
 from vime.benchmarks.engines import open_record
-from vime.benchmarks.shapes import SHAPES, config_of
+from vime.benchmarks.shapes import SHAPES
+from vime.data.tiny_model import qwen3_config
 from vime.errors import ConfigError
 
 RECOMPUTE = ("none", "selective", "full")
@@ -67,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     record = open_record(args, "train")
     with tempfile.TemporaryDirectory(prefix="vime-bench-") as folder:
         config = (
-            json.loads((args.model / "config.json").read_text()) if args.model else config_of(SHAPES[args.shape], args.dtype)
+            json.loads((args.model / "config.json").read_text())
+            if args.model
+            else qwen3_config(SHAPES[args.shape], dtype=args.dtype)
         )
         (Path(folder) / "config.json").write_text(json.dumps(config))
         names = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ class Qwen3Shape:
     init_std: float = 0.02
     experts: int = 0
     experts_per_token: int = 2
+    rope_theta: float = 10000.0
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -117,7 +118,7 @@ def save_qwen3(directory: Path, shape: Qwen3Shape, *, seed: int = 0) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     weights = _qwen3_weights(shape, seed)
     save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
-    _write_json(directory / "config.json", _qwen3_config(shape))
+    _write_json(directory / "config.json", qwen3_config(shape))
     _write_json(directory / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
     return sum(int(w.size) for w in weights.values())
 
@@ -133,35 +134,36 @@ def _qwen3_weights(shape: Qwen3Shape, seed: int) -> dict[str, np.ndarray]:
     def ones(size: int) -> np.ndarray:
         return np.ones(size, dtype=np.float32)
 
+    return {name: matrix(*size) if len(size) == 2 else ones(*size) for name, size in qwen3_sizes(shape)}
+
+
+def qwen3_sizes(shape: Qwen3Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(Hugging Face name, shape) of every tensor; one-dimensional ones are norms."""
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    weights = {"model.embed_tokens.weight": matrix(shape.vocab_size, hidden)}
+    yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
-        weights |= {
-            f"{prefix}.input_layernorm.weight": ones(hidden),
-            f"{prefix}.self_attn.q_proj.weight": matrix(queries, hidden),
-            f"{prefix}.self_attn.k_proj.weight": matrix(keys, hidden),
-            f"{prefix}.self_attn.v_proj.weight": matrix(keys, hidden),
-            f"{prefix}.self_attn.o_proj.weight": matrix(hidden, queries),
-            f"{prefix}.self_attn.q_norm.weight": ones(shape.head_dim),
-            f"{prefix}.self_attn.k_norm.weight": ones(shape.head_dim),
-            f"{prefix}.post_attention_layernorm.weight": ones(hidden),
-        }
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.self_attn.q_proj.weight", (queries, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", (keys, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", (keys, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
+        yield f"{prefix}.self_attn.q_norm.weight", (shape.head_dim,)
+        yield f"{prefix}.self_attn.k_norm.weight", (shape.head_dim,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
         if shape.experts:
-            weights[f"{prefix}.mlp.gate.weight"] = matrix(shape.experts, hidden)
+            yield f"{prefix}.mlp.gate.weight", (shape.experts, hidden)
         for mlp in [f"{prefix}.mlp.experts.{i}" for i in range(shape.experts)] or [f"{prefix}.mlp"]:
-            weights |= {
-                f"{mlp}.gate_proj.weight": matrix(shape.ffn, hidden),
-                f"{mlp}.up_proj.weight": matrix(shape.ffn, hidden),
-                f"{mlp}.down_proj.weight": matrix(hidden, shape.ffn),
-            }
-    weights["model.norm.weight"] = ones(hidden)
+            yield f"{mlp}.gate_proj.weight", (shape.ffn, hidden)
+            yield f"{mlp}.up_proj.weight", (shape.ffn, hidden)
+            yield f"{mlp}.down_proj.weight", (hidden, shape.ffn)
+    yield "model.norm.weight", (hidden,)
     if not shape.tied:
-        weights["lm_head.weight"] = matrix(shape.vocab_size, hidden)
-    return weights
+        yield "lm_head.weight", (shape.vocab_size, hidden)
 
 
-def _qwen3_config(shape: Qwen3Shape) -> dict[str, Any]:
+def qwen3_config(shape: Qwen3Shape, *, dtype: str = "float32") -> dict[str, Any]:
+    """The `config.json` of a shape."""
     return {
         **_architecture(shape),
         "vocab_size": shape.vocab_size,
@@ -175,7 +177,7 @@ def _qwen3_config(shape: Qwen3Shape) -> dict[str, Any]:
         "max_position_embeddings": shape.max_positions,
         "initializer_range": shape.init_std,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
+        "rope_theta": shape.rope_theta,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -183,7 +185,7 @@ def _qwen3_config(shape: Qwen3Shape) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
     }
 
 

@@ -26,6 +26,32 @@ class Quantity:
     source: str = ""
 
 
+UNITS: Mapping[str, str] = {
+    "device_memory": "bytes/s",
+    "host_link": "bytes/s",
+    "host_memory": "bytes/s",
+    "scale_up": "bytes/s",
+    "network": "bytes/s",
+    "memcpy": "bytes/s",
+    "matmul": "FLOP/s",
+    "parking": "bytes/s",
+    "engine_load": "bytes/s",
+    "engine_update": "s",
+    "process": "bytes",
+    "trainer_libraries": "bytes",
+    "engine_rest": "bytes",
+    "engine_work": "bytes",
+    "engine_graph_layer": "bytes",
+    "memory_share": "share",
+    "matmul_share": "share",
+    "trainer_share": "share",
+    "prefill_share": "share",
+    "eager_layer": "s",
+    "step_rest": "s",
+}
+"""What a plan reads, with its unit; `PerfTable` says what each is."""
+
+
 @dataclass(frozen=True, slots=True)
 class PerfTable:
     """By name: `device_memory`, `host_link`, `scale_up`, `network` (bytes/s), `matmul` (FLOP/s), `memcpy` (bytes/s).

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from vime.benchmarks import train
-from vime.benchmarks.shapes import SHAPES, config_of
+from vime.benchmarks.shapes import SHAPES
 from vime.benchmarks.train_parts import attempt, flops, make_work
 from vime.cli.bench import parser_of
+from vime.data.tiny_model import qwen3_config
 
 
 def words(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    (tmp_path / "config.json").write_text(json.dumps(config_of(SHAPES["tiny"], "float32")))
+    (tmp_path / "config.json").write_text(json.dumps(qwen3_config(SHAPES["tiny"], dtype="float32")))
     args = parser_of("train").parse_args(["--tokens", "64", "--length", "32", "--product", "64", "--steps", "1"])
     args.dtype = "float32"
     return {**train.words_of(args, tmp_path), **changes}
@@ -40,7 +41,7 @@ def test_parts_come_from_one_child_and_what_fails_leaves_them_a_new_one(tmp_path
     held = trained["memory"]["bytes_by_tag"]
     args = parser_of("train").parse_args(["--tokens", "64"])
     args.dtype = "float32"
-    planned = train.planned_bytes(args, config_of(SHAPES["tiny"], "float32"), "none")
+    planned = train.planned_bytes(args, qwen3_config(SHAPES["tiny"], dtype="float32"), "none")
     assert {tag: planned[tag] for tag in held} == held
     assert trained["tokens_per_step"] == 128
     assert trained["park"]["bits_equal"]

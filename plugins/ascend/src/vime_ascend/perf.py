@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from vime.facts.inventory import NodeInventory
-from vime.facts.perf import PerfTable, Provenance, Quantity
+from vime.facts.perf import UNITS, PerfTable, Provenance, Quantity
 from vime_ascend.chips import A2, A3, generation_of_device
 
-_UNITS = {
-    "device_memory": "bytes/s",
-    "scale_up": "bytes/s",
-    "host_link": "bytes/s",
-    "network": "bytes/s",
-    "matmul": "FLOP/s",
-    "memcpy": "bytes/s",
-}
 _UNMEASURED = "no measurement with a stated method is known for this chip"
 
 _KNOWN = {
@@ -31,5 +23,5 @@ def table(inventory: NodeInventory) -> PerfTable:
     """Rates by name. Pure: a look-up by instruction set, no benchmark."""
     generation = next((g for device in inventory.devices if (g := generation_of_device(device))), None)
     known = _KNOWN[generation.arch] if generation else {}
-    unknown = {name: Quantity(None, unit, Provenance.UNKNOWN, _UNMEASURED) for name, unit in _UNITS.items()}
+    unknown = {name: Quantity(None, unit, Provenance.UNKNOWN, _UNMEASURED) for name, unit in UNITS.items()}
     return PerfTable(unknown | known)

@@ -6,30 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from vime.facts.inventory import NodeInventory
-from vime.facts.perf import PerfTable, Provenance, Quantity
+from vime.facts.perf import UNITS, PerfTable, Provenance, Quantity
 from vime_cuda.inventory import on_a_card, product, words
-
-UNITS = {
-    "device_memory": "bytes/s",
-    "host_link": "bytes/s",
-    "scale_up": "bytes/s",
-    "network": "bytes/s",
-    "matmul": "FLOP/s",
-    "parking": "bytes/s",
-    "engine_load": "bytes/s",
-    "engine_update": "s",
-    "process": "bytes",
-    "trainer_libraries": "bytes",
-    "engine_rest": "bytes",
-    "engine_work": "bytes",
-    "engine_graph_layer": "bytes",
-    "memory_share": "share",
-    "matmul_share": "share",
-    "trainer_share": "share",
-    "prefill_share": "share",
-    "eager_layer": "s",
-    "step_rest": "s",
-}
 
 _SHEET = "NVIDIA's data sheet"
 _DENSE = f"{_SHEET}, bfloat16 without sparsity"

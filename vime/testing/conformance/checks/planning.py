@@ -9,37 +9,13 @@ from collections.abc import Iterable
 from vime.facts.bindings import RayBinding
 from vime.facts.capabilities import Capabilities
 from vime.facts.inventory import DeviceProfile
-from vime.facts.perf import Provenance
+from vime.facts.perf import UNITS, Provenance
 from vime.testing.conformance.registry import NotRun, check, require
 from vime.testing.conformance.scheduler import masked_resources
 from vime.testing.conformance.subject import Subject
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 PROVENANCES = ("spec", "measured", "derived", "nominal")
-RATES = {
-    "device_memory": "bytes/s",
-    "host_link": "bytes/s",
-    "host_memory": "bytes/s",
-    "scale_up": "bytes/s",
-    "network": "bytes/s",
-    "memcpy": "bytes/s",
-    "matmul": "FLOP/s",
-    "parking": "bytes/s",
-    "engine_load": "bytes/s",
-    "engine_update": "s",
-    "process": "bytes",
-    "trainer_libraries": "bytes",
-    "engine_rest": "bytes",
-    "engine_work": "bytes",
-    "engine_graph_layer": "bytes",
-    "memory_share": "share",
-    "matmul_share": "share",
-    "trainer_share": "share",
-    "prefill_share": "share",
-    "eager_layer": "s",
-    "step_rest": "s",
-}
-"""Rates, times, sizes and shares that a plan reads, with their units."""
 _UNITS = ("bytes/s", "FLOP/s", "s", "bytes", "1/s", "W", "tokens/s", "share")
 
 
@@ -136,7 +112,7 @@ def rates_say_where_they_come_from(subject: Subject) -> None:
         for name, rate in table.quantities.items():
             seen += 1
             at = f"{name} for {case.name}"
-            unit = RATES.get(name)
+            unit = UNITS.get(name)
             measured = rate.unit == unit if unit else rate.unit in _UNITS
             require(measured, f"{at} has unit {rate.unit!r}", f"write {unit or ', '.join(_UNITS)}")
             unknown = rate.provenance is Provenance.UNKNOWN
