@@ -11,6 +11,7 @@ from vime.facts.collectives import GroupRequest
 from vime.facts.inventory import NodeInventory
 from vime.facts.memory import Tag
 from vime.facts.model import ModelShape
+from vime.facts.perf import UNITS
 from vime.facts.process import EnvMode, Parallel, RoleRequest
 from vime.hooks.specs import hook_names
 from vime.platforms.lineage import Platform
@@ -299,7 +300,7 @@ def test_rates_say_where_they_come_from(node_of: Node, name: str, quantity: str,
     assert found.value == (None if value is None else pytest.approx(value))
     assert found.provenance == provenance
     assert found.source
-    assert found.unit == perf.UNITS[quantity]
+    assert found.unit == UNITS[quantity]
 
 
 @pytest.mark.parametrize(("name", "rate"), [("a100-40g", 1.555e12), ("a100-80g", 2.0e12), ("h200", 4.8e12), ("b200", 8e12)])
