@@ -14,6 +14,7 @@ def add_parser(commands: Any) -> None:
     """Add `plan`."""
     parser = commands.add_parser("plan", help="print placement, memory and transports of a run", allow_abbrev=False)
     add_run_arguments(parser)
+    parser.add_argument("--verbose", action="store_true", help="print the platforms' answers and rates too")
     parser.add_argument("--json", action="store_true", help="print JSON, with every term of every estimate")
     parser.add_argument(
         "--compare", type=Path, default=None, metavar="RUN_DIR", help="print the plan's numbers beside those of this run"
@@ -43,7 +44,10 @@ def handle(args: argparse.Namespace) -> int:
     layout = lay_out(loaded, hardware)
     plan = plan_layout(loaded, layout, read_shape(loaded.config.model.path), hardware)
     if rows is None:
-        print(json.dumps(explain_json(plan, assume), indent=2) if args.json else explain_text(plan, assume))
+        said = (
+            json.dumps(explain_json(plan, assume), indent=2) if args.json else explain_text(plan, assume, verbose=args.verbose)
+        )
+        print(said)
         return 0
     compared = compare(plan, rows)
     print(json.dumps(compare_json(compared), indent=2) if args.json else compare_text(compared))

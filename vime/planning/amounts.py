@@ -22,6 +22,7 @@ from vime.facts.perf import PerfTable
 from vime.facts.process import Parallel
 from vime.planning.needs import PlanNeeds
 from vime.planning.plan import TransportPlan
+from vime.planning.units import in_units
 from vime.yamltree import parse_bytes
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,16 +43,17 @@ class Beside(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Bytes of one tag on one device, and how they were found."""
+    """Bytes of one tag on one device, and how they were found. `scoring` marks activations of a pass without gradients."""
 
     tag: Tag | Beside
     num_bytes: int
     how: str
+    scoring: bool = False
 
 
 def expert_parameters(model: ModelShape) -> int:
     """Parameters of all experts: three matrices an expert."""
-    return min(model.layers * model.experts * 3 * model.hidden * model.expert_ffn, model.parameters)
+    return min(model.expert_layers * model.experts * 3 * model.hidden * model.expert_ffn, model.parameters)
 
 
 def model_bytes(model: ModelShape, dtype: str) -> int:
@@ -62,17 +64,32 @@ def model_bytes(model: ModelShape, dtype: str) -> int:
 # ---- trainer
 
 
+FROZEN = ("reference", "teacher")
+"""Tasks without gradients and optimizer: they only score."""
+
+SCORES = (*FROZEN, "critic")
+"""Tasks with a pass over the batch before the updates: log-probs, or a critic's values."""
+
+
+def role_parameters(model: ModelShape, task: str) -> int:
+    """Parameters of a role's model: a critic has one value a token in place of the output layer."""
+    if task != "critic":
+        return model.parameters
+    return model.parameters - (0 if model.tied_embeddings else model.vocab * model.hidden) + model.hidden
+
+
 def trainer_amounts(
-    model: ModelShape, dtype: str, parallel: Parallel, needs: PlanNeeds, *, optimizer: bool = True
+    model: ModelShape, dtype: str, parallel: Parallel, needs: PlanNeeds, *, task: str = "actor"
 ) -> tuple[Amount, ...]:
-    """What a training rank holds in tensors. A role without optimizer holds its parameters only."""
+    """What a training rank holds in tensors. A frozen role holds its parameters, and works without gradients."""
     experts = expert_parameters(model)
-    dense_here = -(-(model.parameters - experts) // (parallel.tp * parallel.pp))
+    dense_here = -(-(role_parameters(model, task) - experts) // (parallel.tp * parallel.pp))
     experts_here = -(-experts // (parallel.ep * parallel.etp * parallel.pp))
     here, width = dense_here + experts_here, DTYPE_BYTES[dtype]
     params = Amount(Tag.PARAMS, here * width, f"{here} parameters x {width}")
-    if not optimizer:
-        return (params,)
+    scoring = (scoring_activations(model, dtype, parallel, needs, task=task),) if task in SCORES else ()
+    if task in FROZEN:
+        return (params, *scoring)
     shared = parallel.dp * parallel.cp
     experts_shared = max(1, parallel.devices // parallel.pp // (parallel.ep * parallel.etp))
     state = 8 if dtype == "float32" else 12
@@ -83,7 +100,8 @@ def trainer_amounts(
         Amount(Tag.GRADS, here * 4, f"{here} parameters x 4"),
         Amount(Tag.OPTIMIZER, moments, how),
         kept_activations(model, dtype, parallel, needs),
-        working_activations(model, dtype, parallel, needs),
+        working_activations(model, dtype, parallel, needs, head=task != "critic"),
+        *scoring,
     )
 
 
@@ -92,16 +110,33 @@ def layer_values(model: ModelShape, parallel: Parallel, *, selective: bool = Fal
 
     Inputs and outputs of the two norms (4 hidden vectors); the product of queries, keys and values, the queries before and
     after their rotation, keys and values once for every query head, the mix (6 q + 2 kv); of a feed-forward network the gate
-    and the rest joined, both apart, and their product (5 ffn), of an expert the token and 6 ffn.
-    Selective recomputation runs attention again, so that keys and values are kept once for every group (4 q + 3 kv).
+    and the rest joined, both apart, and their product (5 ffn), of an expert the token and 6 ffn; a shared expert is one more
+    network. Selective recomputation runs attention again, so that keys and values are kept once for every group (4 q + 3 kv).
+    Latent attention keeps the compressed vectors before and after their norms on every rank; queries, keys, values and the
+    mix as wide as queries, and the mix once more without what fills it up.
+
+    Of a mixture whose first layers are dense: the larger of both kinds.
     """
-    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    attention = 4 * q + 3 * kv if selective else 6 * q + 2 * kv
-    if model.experts:
-        mlp = model.experts_per_token * (model.hidden + -(-6 * model.expert_ffn // parallel.etp))
-    else:
-        mlp = -(-5 * model.ffn // parallel.tp)
-    return 4 * model.hidden + -(-attention // parallel.tp) + mlp
+    attention, mlp = _parts_of_layer(model, parallel, selective=selective)
+    return 4 * model.hidden + attention + mlp
+
+
+def _parts_of_layer(model: ModelShape, parallel: Parallel, *, selective: bool = False) -> tuple[int, int]:
+    """Values of attention and of the feed-forward network for a token, on one rank."""
+    dense = -(-5 * model.ffn // parallel.tp)
+    if not model.experts:
+        return _attention_values(model, parallel, selective=selective), dense
+    chosen = model.experts_per_token * (model.hidden + -(-6 * model.expert_ffn // parallel.etp))
+    chosen += -(-5 * model.shared_ffn // parallel.tp)
+    return _attention_values(model, parallel, selective=selective), max(chosen, dense if model.dense_layers else 0)
+
+
+def _attention_values(model: ModelShape, parallel: Parallel, *, selective: bool) -> int:
+    q, kv, latent = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.latent
+    if latent is not None:
+        whole = 2 * (latent.q_rank + latent.kv_rank) + latent.rotary
+        return whole + -(-(4 * q + model.heads * latent.value) // parallel.tp)
+    return -(-(4 * q + 3 * kv if selective else 6 * q + 2 * kv) // parallel.tp)
 
 
 def _tokens(parallel: Parallel, needs: PlanNeeds) -> int:
@@ -119,19 +154,42 @@ def kept_activations(model: ModelShape, dtype: str, parallel: Parallel, needs: P
     return Amount(Tag.ACTIVATIONS, tokens * model.layers * values * width, how)
 
 
-def working_activations(model: ModelShape, dtype: str, parallel: Parallel, needs: PlanNeeds) -> Amount:
-    """The larger of what the head and what a layer's backward pass use beside that: they do not run together."""
+def working_activations(model: ModelShape, dtype: str, parallel: Parallel, needs: PlanNeeds, *, head: bool = True) -> Amount:
+    """The larger of what the head and what a layer's backward pass use beside that: they do not run together.
+
+    Without `head` over the vocabulary (a critic) only the layer counts: a value a token is nothing beside it.
+    """
     tokens, width = _tokens(parallel, needs), DTYPE_BYTES[dtype]
-    head, how = _head(model, width, parallel, needs)
-    ffn = model.experts_per_token * model.expert_ffn if model.experts else model.ffn
+    most, how = _head(model, width, parallel, needs) if head else (0, "")
+    ffn = max(model.ffn, model.experts_per_token * model.expert_ffn + model.shared_ffn)
     # A norm's backward pass has float32 copies of several hidden vectors; a layer's has gradients.
     slopes = max(11 * model.hidden, 3 * model.hidden + -(-2 * ffn // parallel.tp))
     again = layer_values(model, parallel) if needs.recompute == "full" else 0
     layer = tokens * (again + slopes) * width
-    if layer > head:
+    if layer > most:
         whole = f"a whole layer, {again} values, and " if again else ""
         return Amount(Tag.ACTIVATIONS, layer, f"{tokens} tokens x ({whole}gradients, {slopes} values) x {width}")
-    return Amount(Tag.ACTIVATIONS, head, how)
+    return Amount(Tag.ACTIVATIONS, most, how)
+
+
+def scoring_activations(model: ModelShape, dtype: str, parallel: Parallel, needs: PlanNeeds, *, task: str) -> Amount:
+    """A pass without gradients: the larger of one layer and of the head's forward pass, which keep nothing for later.
+
+    Of a layer the larger of attention and feed-forward network, with four hidden vectors a token. The head has 18 bytes for an
+    entry of a chunk of logits in 16 bits and 16 in float32, the chunk before beside its successor; a critic has none.
+    """
+    tokens, width = _tokens(parallel, needs), DTYPE_BYTES[dtype]
+    attention, mlp = _parts_of_layer(model, parallel)
+    values = 4 * model.hidden + max(attention, mlp)
+    layer = Amount(
+        Tag.ACTIVATIONS, tokens * values * width, f"scoring: {tokens} tokens x {values} values x {width}", scoring=True
+    )
+    if task == "critic":
+        return layer
+    rows, vocab, each = min(needs.log_prob_chunk_tokens, tokens), -(-model.vocab // parallel.tp), 16 if width == 4 else 18
+    how = f"scoring: head, {rows} rows x {vocab} x {each} + {tokens} tokens x {model.hidden} x {width}"
+    head = Amount(Tag.ACTIVATIONS, rows * vocab * each + tokens * model.hidden * width, how, scoring=True)
+    return max(layer, head, key=lambda amount: amount.num_bytes)
 
 
 def _head(model: ModelShape, width: int, parallel: Parallel, needs: PlanNeeds) -> tuple[int, str]:
@@ -168,9 +226,14 @@ def engine_amounts(
 
 
 def token_bytes(model: ModelShape, dtype: str, parallel: Parallel) -> int:
-    """Bytes of a token in an engine worker's cache: keys and values of its layers and heads."""
-    layers, heads = -(-model.layers // parallel.pp), -(-model.kv_heads // parallel.tp)
-    return 2 * layers * heads * model.head_dim * DTYPE_BYTES[dtype]
+    """Bytes of a token in an engine worker's cache: keys and values of its layers and heads.
+
+    With latent attention the compressed vector and the rotary part, which every worker of a tensor-parallel group has whole.
+    """
+    layers = -(-model.layers // parallel.pp)
+    if model.latent is not None:
+        return layers * (model.latent.kv_rank + model.latent.rotary) * DTYPE_BYTES[dtype]
+    return 2 * layers * -(-model.kv_heads // parallel.tp) * model.head_dim * DTYPE_BYTES[dtype]
 
 
 def given(args: Mapping[str, Any], name: str) -> Any:
@@ -243,7 +306,7 @@ def engine_footprint(perf: PerfTable, model: ModelShape, parallel: Parallel, arg
     found = list(_known(perf, ((Beside.RUNTIME, "process"), (Beside.RUNTIME, "engine_rest"), (Tag.ACTIVATIONS, "engine_work"))))
     graphs, layers = perf.get("engine_graph_layer"), -(-model.layers // parallel.pp)
     if graphs.value and not given(args, "enforce_eager"):
-        how = f"{layers} layers x {graphs.value:g}, {graphs.provenance}: {graphs.source}"
+        how = f"{layers} layers x {in_units(int(graphs.value))}, {graphs.provenance}: {graphs.source}"
         found.append(Amount(Tag.GRAPHS, int(layers * graphs.value), how))
     return tuple(found)
 

@@ -12,8 +12,9 @@ from vime.facts.memory import Tag
 from vime.facts.model import ModelShape
 from vime.facts.process import Parallel
 from vime.planning.amounts import MAX_SEQUENCES, given, token_bytes
-from vime.planning.memory import SERVING, Occupant, PoolSpace, in_units, is_there, room_for_cache
+from vime.planning.memory import SERVING, Occupant, PoolSpace, is_there, room_for_cache
 from vime.planning.needs import PlanNeeds
+from vime.planning.units import in_units
 
 STEP = 64 * 2**20
 """Sizes are rounded down to a multiple, so that a few bytes more or less do not show."""

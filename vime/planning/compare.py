@@ -12,9 +12,9 @@ from vime.errors import DataError
 from vime.observe import layout
 from vime.observe.jsonl import Row, RowKind, read_rows
 from vime.planning.explain_roles import table
-from vime.planning.memory import PHASES, in_units
 from vime.planning.plan import Plan
 from vime.planning.switching import switches
+from vime.planning.units import in_units
 
 BYTES, SECONDS = "bytes", "s"
 _NEEDED = (RowKind.MEMORY, RowKind.SYNC, RowKind.WALL)
@@ -57,9 +57,10 @@ def compare(plan: Plan, rows: Sequence[Row]) -> tuple[Compared, ...]:
 
 def _memory(plan: Plan, rows: Sequence[Row]) -> Iterator[Compared]:
     """The last row of each edge. A run knows its engines' bytes from its own plan alone."""
-    names = {"actor": plan.actor.request.role} | ({"rollout": plan.engines[0].request.role} if plan.engines else {})
+    names = {trainer.task: trainer.role for trainer in plan.trainers}
+    names |= {"rollout": plan.engines[0].request.role} if plan.engines else {}
     last: dict[str, Mapping[str, Any]] = {row.data["edge"]: row.data for row in rows if row.kind is RowKind.MEMORY}
-    for phase in (phase for phase in PHASES if phase in last):
+    for phase in (phase for phase in plan.memory.phases if phase in last):
         for role, tags in last[phase].get("device", {}).items():
             for tag, measured in tags.items():
                 predicted = _planned(plan, names.get(role, role), tag, phase)
@@ -89,7 +90,10 @@ def _unchecked(syncs: Sequence[Row]) -> Sequence[Row]:
 
 
 def _switch(plan: Plan, rows: Sequence[Row]) -> Iterator[Compared]:
-    """Parking is what no part of a publication names, and its part `leave`; waking is the turn before a step."""
+    """Parking is what no part of a publication names, and its part `leave`; waking is the turn before a step.
+
+    Beside other training roles the trainer wakes inside the step.
+    """
     if plan.residency != "park":
         return
     predicted = next((e.seconds for name, e in switches(plan) if name == plan.actor.request.role), None)
@@ -98,7 +102,7 @@ def _switch(plan: Plan, rows: Sequence[Row]) -> Iterator[Compared]:
     if parks:
         yield Compared("parking the trainer", SECONDS, predicted, *_median(parks))
     turns = [row.seconds["other/turn"] for row in rows if row.kind is RowKind.WALL and "other/turn" in row.seconds]
-    if turns:
+    if turns and not any(plan.shares_actor(other) for other in plan.others):
         yield Compared("waking the trainer", SECONDS, predicted, *_median(turns, warm=False))
 
 

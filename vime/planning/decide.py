@@ -5,106 +5,24 @@ recomputes, and how much cache an engine gets beside a trainer. Candidates are w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from vime.errors import Errors, PlanError
-from vime.facts.memory import EngineSleep, MemoryBackend, NullMemory
-from vime.facts.model import ModelShape
-from vime.facts.perf import PerfTable
+from vime.facts.memory import NullMemory
 from vime.facts.process import RoleRequest
 from vime.facts.transports import Edge, Side
-from vime.planning.amounts import (
-    RECOMPUTE,
-    cache_is_bounded,
-    engine_amounts,
-    engine_footprint,
-    model_bytes,
-    speaks_of_cache,
-    staging_amounts,
-    trainer_amounts,
-    trainer_footprint,
-)
+from vime.planning.amounts import RECOMPUTE, cache_is_bounded, model_bytes, speaks_of_cache
 from vime.planning.ask import Asker
 from vime.planning.cache import Cache, choose_cache, start_share
-from vime.planning.memory import (
-    TRAINING,
-    Occupant,
-    PoolSpace,
-    can_leave,
-    check_memory,
-    is_tight,
-    plan_memory,
-)
-from vime.planning.needs import PlanNeeds
-from vime.planning.plan import MemoryPlan, PlatformAnswers, TransportPlan
+from vime.planning.memory import Occupant, can_leave, is_tight
+from vime.planning.occupants import occupants_of, weigh
+from vime.planning.plan import TransportPlan
+from vime.planning.situation import Answered, Candidate, Seat, Situation
 from vime.planning.time import loading
-from vime.planning.transports import End, Wishes, choose, relation
-from vime.topology.rules import ResolvedRole
+from vime.planning.transports import choose, hosts, relation
 
 AUTO = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A role with its platform, its device set, and the requests of its processes before residency is decided.
-
-    A training role has one request, a rollout role one per engine. `group` names the set of devices.
-    """
-
-    role: ResolvedRole
-    platform: PlatformAnswers
-    space: PoolSpace
-    end: End
-    group: str
-    requests: tuple[RoleRequest, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """What every candidate has in common. `share_where` is set where actor and engines share devices; `perf` is by pool."""
-
-    model: ModelShape
-    dtype: str
-    needs: PlanNeeds
-    actor: Seat
-    rollout: Seat | None
-    wishes: Wishes
-    edge_where: str | None
-    share_where: str | None
-    perf: Mapping[str, PerfTable] = field(default_factory=dict)
-
-    @property
-    def spaces(self) -> tuple[PoolSpace, ...]:
-        """The pools in use, each once."""
-        seats = (self.actor, self.rollout) if self.rollout else (self.actor,)
-        return tuple({seat.space.name: seat.space for seat in seats}.values())
-
-    def rates(self, seat: Seat) -> PerfTable:
-        """What is known of a seat's devices."""
-        return self.perf.get(seat.space.name, PerfTable())
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """The answers for one residency, what is recomputed and what the engine gets with it. It fits where there are no errors.
-
-    `chosen` are engine arguments that the plan sets where the user does not; `cache_how` is the arithmetic of the cache.
-    `tight` is true where training leaves little free.
-    """
-
-    residency: str | None
-    actor_request: RoleRequest
-    engine_requests: tuple[RoleRequest, ...]
-    backend: MemoryBackend | NullMemory
-    sleeps: tuple[EngineSleep, ...]
-    transport: TransportPlan | None
-    errors: tuple[PlanError, ...]
-    recompute: str = RECOMPUTE[0]
-    recompute_why: str = ""
-    chosen: Mapping[str, Any] = field(default_factory=dict)
-    cache_how: str = ""
-    tight: bool = False
 
 
 def decide(situation: Situation, asker: Asker, residencies: Sequence[str | None]) -> Candidate:
@@ -159,18 +77,23 @@ def _reason(candidate: Candidate) -> str:
 def ask(situation: Situation, asker: Asker, residency: str | None) -> Candidate:
     """One residency's answers, with what rules it out before any byte is counted."""
     actor, rollout = situation.actor, situation.rollout
-    actor_request = replace(actor.requests[0], residency=residency)
-    engine_requests = _resident(rollout.requests if rollout else (), residency)
+    actor_request = _resident(situation, actor, residency)[0]
+    engine_requests: tuple[RoleRequest, ...] = ()
     errors: list[PlanError] = []
     transport = None
     if rollout is not None:
+        engine_requests = _resident(situation, rollout, residency)
         try:
             transport = _transport(situation, rollout, asker, (actor_request, engine_requests[0]))
         except PlanError as error:
             errors.append(error)
-    backend = asker.ask(actor.platform, "memory_backend", actor_request)
+    first = Answered(actor, actor_request, asker.ask(actor.platform, "memory_backend", actor_request))
+    others: list[Answered] = []
+    for seat in situation.others:
+        request = _resident(situation, seat, residency)[0]
+        others.append(Answered(seat, request, asker.ask(seat.platform, "memory_backend", request)))
     sleeps = tuple(asker.ask(rollout.platform, "engine_sleep", r) for r in engine_requests) if rollout else ()
-    candidate = Candidate(residency, actor_request, engine_requests, backend, sleeps, transport, ())
+    candidate = Candidate(residency, first, engine_requests, sleeps, transport, (), tuple(others))
     return replace(candidate, errors=(*errors, *_residency_errors(situation, candidate)))
 
 
@@ -184,7 +107,7 @@ def fit(situation: Situation, candidate: Candidate, *, choosy: bool) -> Candidat
         _, found, _ = weigh(situation, candidate, args)
         errors += found
         occupants = occupants_of(situation, candidate, args)
-        tight = any(is_tight(space, occupants, TRAINING) for space in situation.spaces)
+        tight = any(is_tight(space, occupants) for space in situation.spaces)
         candidate = replace(candidate, tight=tight, chosen={**candidate.chosen, **_share(situation, occupants, args)})
     except PlanError as error:
         errors.append(error)
@@ -194,7 +117,7 @@ def fit(situation: Situation, candidate: Candidate, *, choosy: bool) -> Candidat
 def _cache(situation: Situation, candidate: Candidate, *, choosy: bool) -> Cache | None:
     """The cache of an engine that shares a device with a trainer, where the user says nothing about it."""
     rollout = situation.rollout
-    if rollout is None or situation.share_where is None or rollout.space.virtual:
+    if rollout is None or not situation.engines_share or rollout.space.virtual:
         return None
     needs = situation.needs
     if speaks_of_cache(needs.vllm):
@@ -213,14 +136,17 @@ def _share(situation: Situation, occupants: Sequence[Occupant], args: Mapping[st
     return start_share(rollout.space, next(o for o in occupants if o.role is rollout.role), args)
 
 
-def _resident(requests: tuple[RoleRequest, ...], residency: str | None) -> tuple[RoleRequest, ...]:
-    return tuple(replace(request, residency=residency) for request in requests)
+def _resident(situation: Situation, seat: Seat, residency: str | None) -> tuple[RoleRequest, ...]:
+    """A role's requests with the residency that is decided for the actor's devices, where it is on them."""
+    decided = residency if seat is situation.actor or situation.with_actor(seat) else None
+    return tuple(replace(request, residency=decided) for request in seat.requests)
 
 
 def _transport(situation: Situation, rollout: Seat, asker: Asker, requests: tuple[RoleRequest, RoleRequest]) -> TransportPlan:
     actor = situation.actor
     num_bytes = model_bytes(situation.model, situation.dtype)
-    edge = Edge(*requests, relation=relation(actor.end, rollout.end), num_bytes=num_bytes)
+    ends, engines = (actor.end, rollout.end), [request.placement.slots for request in rollout.requests]
+    edge = Edge(*requests, relation=relation(*ends), num_bytes=num_bytes, hosts=hosts(*ends, engines))
     trainer = asker.ask(actor.platform, "transports", edge, Side.TRAINER)
     engine = asker.ask(rollout.platform, "transports", edge, Side.ENGINE)
     load = loading(num_bytes, situation.rates(rollout), in_place=not situation.model.experts)
@@ -230,51 +156,18 @@ def _transport(situation: Situation, rollout: Seat, asker: Asker, requests: tupl
 def _residency_errors(situation: Situation, candidate: Candidate) -> list[PlanError]:
     """What rules a residency out before any byte is counted."""
     where = situation.share_where
-    if candidate.residency == "park" and not any(can_leave(x) for x in (candidate.backend, *candidate.sleeps)):
-        trainer = candidate.backend.reason if isinstance(candidate.backend, NullMemory) else "nothing it holds is freed"
-        engine = next((s.why for s in candidate.sleeps), "") or "its sleep frees nothing"
-        text = f"E231 residency park: nothing can leave the device (trainer: {trainer}; engine: {engine})"
+    trainers = [one for one in (candidate.actor, *candidate.others) if one.seat.group == situation.actor.group]
+    sleeps = candidate.sleeps if situation.engines_share else ()
+    if candidate.residency == "park" and not any(can_leave(x) for x in (*(one.backend for one in trainers), *sleeps)):
+        backend = candidate.actor.backend
+        trainer = backend.reason if isinstance(backend, NullMemory) else "nothing it holds is freed"
+        engine = next((s.why for s in sleeps), "") or "its sleep frees nothing"
+        who = f"trainer: {trainer}" + (f"; engine: {engine}" if sleeps else "")
+        text = f"E231 residency park: nothing can leave the device ({who})"
         return [PlanError(text, where=where, fix="use residency resident, or devices of their own")]
     user = situation.needs.vllm
-    unbounded = speaks_of_cache(user) and not cache_is_bounded(user)
+    unbounded = situation.engines_share and speaks_of_cache(user) and not cache_is_bounded(user)
     if candidate.residency == "resident" and not situation.actor.space.virtual and unbounded:
         text = "E231 residency resident: nothing bounds the engine's cache, so it takes what the trainer needs"
         return [PlanError(text, where=where, fix="set rollout.vllm.kv_cache_memory_bytes, or leave it out")]
     return []
-
-
-def weigh(
-    situation: Situation, candidate: Candidate, engine_args: Mapping[str, Any]
-) -> tuple[MemoryPlan, list[PlanError], list[str]]:
-    """Memory of a candidate with these engine arguments: the plan, what does not fit, what nearly does not."""
-    occupants = occupants_of(situation, candidate, engine_args)
-    published = model_bytes(situation.model, situation.dtype) if situation.rollout else 0
-    plan = plan_memory(situation.spaces, occupants, published_bytes=published)
-    checked = [check_memory(space, plan, occupants) for space in situation.spaces]
-    return plan, [e for errors, _ in checked for e in errors], [n for _, notes in checked for n in notes]
-
-
-def occupants_of(situation: Situation, candidate: Candidate, engine_args: Mapping[str, Any]) -> list[Occupant]:
-    """Everyone on the devices, with engine arguments as given."""
-    parks = candidate.residency == "park"
-    actor, rollout, model, dtype = situation.actor, situation.rollout, situation.model, situation.dtype
-    needs = replace(situation.needs, recompute=candidate.recompute)
-    amounts = [*trainer_amounts(model, dtype, actor.role.parallel, needs), *trainer_footprint(situation.rates(actor))]
-    if candidate.transport is not None and not actor.space.virtual:
-        amounts += staging_amounts(candidate.transport)
-    occupants = [Occupant(actor.role, actor.group, tuple(amounts), candidate.backend, parks, _nodes(actor))]
-    if rollout is not None:
-        parallel = rollout.role.parallel
-        footprint = engine_footprint(situation.rates(rollout), model, parallel, engine_args)
-        beside, capacity = sum(a.num_bytes for a in footprint), rollout.space.device_bytes
-        held = engine_amounts(model, dtype, parallel, engine_args, capacity=capacity, beside=beside)
-        if candidate.cache_how:
-            held = tuple(replace(a, how=candidate.cache_how) if a.how == "kv_cache_memory_bytes" else a for a in held)
-        occupants.append(
-            Occupant(rollout.role, rollout.group, (*held, *footprint), candidate.sleeps[0], parks, _nodes(rollout))
-        )
-    return occupants
-
-
-def _nodes(seat: Seat) -> tuple[int, ...]:
-    return tuple(slot.node for slot in seat.end.slots)

@@ -96,7 +96,7 @@ def prefill_seconds(engine: Engine, sequences: float, lengths: Lengths) -> float
     """2 FLOP a parameter and token, the head left out; causal attention 2 x layers x query width x length^2 a prompt."""
     model = engine.model
     each = weighed_parameters(model, engine.rates.expert_share) - model.vocab * model.hidden
-    attention = 2 * model.layers * model.heads * model.head_dim * lengths.prompt
+    attention = model.layers * model.heads * (model.head_dim + model.value_dim) * lengths.prompt
     flops = sequences * lengths.prompt * (2 * each + attention)
     return flops / (engine.rates.products * engine.workers)
 

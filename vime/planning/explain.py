@@ -20,18 +20,18 @@ from vime.planning.explain_roles import (
     trainer_text,
 )
 from vime.planning.explain_step import step_json, step_text
-from vime.planning.memory import PHASES, in_units
 from vime.planning.plan import MemoryRow, Plan, PoolPlan, pool_of
 from vime.planning.switching import switches
 from vime.planning.time import Estimate
+from vime.planning.units import in_units, in_words
 
 
-def explain_text(plan: Plan, assume: Mapping[str, float] = NO_WORDS) -> str:
-    """The plan as plain text. `assume` are the user's values for assumptions about a step."""
+def explain_text(plan: Plan, assume: Mapping[str, float] = NO_WORDS, *, verbose: bool = False) -> str:
+    """The plan as plain text. `assume` are the user's values for assumptions about a step; `verbose` adds hooks and rates."""
     parts = (
         *(_head(plan), _placement(plan), scheduling_text(plan), _memory(plan), leaving_text(plan)),
         *(_transport(plan), _switch(plan), step_text(plan, assume), trainer_text(plan), engine_text(plan)),
-        *(_environment(plan), _basis(plan)),
+        *(_environment(plan), _basis(plan, verbose=verbose)),
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
 
@@ -69,7 +69,10 @@ def explain_json(plan: Plan, assume: Mapping[str, float] = NO_WORDS) -> dict[str
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    sharing = f"shared by time, {plan.residency}" if plan.shared else "every role on its own devices"
+    beside = [other.role for other in plan.others if plan.shares_actor(other)]
+    beside += [plan.engines[0].request.role] if plan.shared else []
+    who = f" by {', '.join((plan.actor.role, *beside))}" if len(plan.others) else ""
+    sharing = f"shared{who} by time, {plan.residency}" if beside else "every role on its own devices"
     yield f"{plan.topology}: {plan.model.family}, {plan.model.parameters:,} parameters, {plan.dtype}; {sharing}"
     for pool in plan.pools:
         counts = [len(node.devices) for node in pool.inventories]
@@ -86,8 +89,8 @@ def _placement(plan: Plan) -> Iterator[str]:
 
 
 def _roles(plan: Plan) -> Iterator[tuple[str, str, Sequence[Slot], Parallel]]:
-    actor = plan.actor.request
-    yield actor.role, plan.actor.pool, actor.placement.slots, actor.parallel
+    for trainer in plan.trainers:
+        yield trainer.role, trainer.pool, trainer.request.placement.slots, trainer.request.parallel
     for engine in plan.engines:
         request = engine.request
         yield f"{request.role}#{engine.index}", engine.pool, request.placement.slots, request.parallel
@@ -129,7 +132,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield from table(rows)
     for pool in (pool for pool in plan.pools if pool.name in plan.memory.capacity_bytes):
         capacity = in_units(plan.memory.capacity_bytes[pool.name])
-        peak = max(PHASES, key=lambda phase: plan.memory.phase_bytes(pool.name, phase))
+        peak = max(plan.memory.phases, key=lambda phase: plan.memory.phase_bytes(pool.name, phase))
         used = in_units(plan.memory.phase_bytes(pool.name, peak))
         kept = f", reserve {in_units(plan.memory.reserve_bytes)}" if plan.memory.reserve_bytes else ""
         yield f"  pool {pool.name}: at most {used} of {capacity} ({peak}){kept}"
@@ -141,7 +144,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _phases(plan: Plan) -> tuple[str, ...]:
-    return PHASES if plan.engines else ("training",)
+    return plan.memory.phases if plan.engines else tuple(p for p in plan.memory.phases if p != "updating")
 
 
 def _by_tag(rows: Iterable[MemoryRow]) -> list[tuple[str, int]]:
@@ -164,8 +167,8 @@ def _transport(plan: Plan) -> Iterator[str]:
 
 def _switch(plan: Plan) -> Iterator[str]:
     moves = switches(plan)
-    if plan.shared:
-        yield "switch between serving and training"
+    if plan.residency is not None:
+        yield "switch between serving and training" if plan.shared else "switch between training roles"
         if not moves:
             yield "  nothing moves: every role stays on the device"
     pinned = isinstance(plan.actor.memory, MemoryBackend) and plan.actor.memory.pinned_host
@@ -184,19 +187,24 @@ def _environment(plan: Plan) -> Iterator[str]:
         return
     yield "environment"
     signs = {"forbid": "must not be", "require": "must be", "user": "is (yours)"}
-    rows = [(r.process, r.name, f"{signs.get(r.mode, 'is')} {r.value or '(empty)'}", r.why) for r in plan.env_reasons]
-    yield from table(rows)
+    who: dict[tuple[str, str, str], list[str]] = {}
+    for r in plan.env_reasons:
+        who.setdefault((r.name, f"{signs.get(r.mode, 'is')} {r.value or '(empty)'}", r.why), []).append(r.process)
+    yield from table([(", ".join(processes), *rest) for rest, processes in who.items()])
 
 
-def _basis(plan: Plan) -> Iterator[str]:
-    yield "hooks asked"
-    for asked, times in Counter(plan.hooks_asked).items():
-        yield f"  {asked}" + (f" x {times}" if times > 1 else "")
-    for pool, rates in plan.perf.items():
-        for name, quantity in sorted(rates.quantities.items()):
-            value = "unknown" if quantity.value is None else f"{quantity.value:g} {quantity.unit}"
+def _basis(plan: Plan, *, verbose: bool) -> Iterator[str]:
+    rates = [(pool, name, known) for pool, table in plan.perf.items() for name, known in sorted(table.quantities.items())]
+    if verbose:
+        yield "hooks asked"
+        for asked, times in Counter(plan.hooks_asked).items():
+            yield f"  {asked}" + (f" x {times}" if times > 1 else "")
+        yield "rates"
+        for pool, name, quantity in rates:
             source = f" ({quantity.source})" if quantity.source else ""
-            yield f"  rate {pool}.{name}: {value}, {quantity.provenance}{source}"
+            yield f"  {pool}.{name}: {in_words(quantity)}, {quantity.provenance}{source}"
+    else:
+        yield f"{len(plan.hooks_asked)} answers of platforms and {len(rates)} rates: `vime plan CONFIG --verbose` prints them"
     for note in plan.notes:
         yield f"note: {note}"
 

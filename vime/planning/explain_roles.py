@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vime.facts.engine import features_of
@@ -12,7 +13,7 @@ from vime.facts.process import Factory
 from vime.planning.engine_args import owned_args
 from vime.planning.masks import scheduler_flags
 from vime.planning.memory import DROPPED
-from vime.planning.plan import EngineArg, Plan, PoolPlan, pool_of
+from vime.planning.plan import EngineArg, Plan, PoolPlan, TrainerPlan, pool_of
 
 _SHOWN = 24
 """Processes whose masks are listed."""
@@ -37,9 +38,19 @@ def _value(value: Any) -> str:
 
 
 def trainer_text(plan: Plan) -> Iterator[str]:
-    """Adaptation and collective of the training role."""
-    actor, adaptation = plan.actor, plan.actor.adaptation
-    yield f"trainer {actor.request.role}"
+    """Adaptation and collective of every training role; what is as the actor's is not said again."""
+    yield from _trainer_text(plan.actor)
+    for other in plan.others:
+        mine, first = (replace(t.collective, limits={}) for t in (other, plan.actor))
+        if (other.runtime, other.adaptation, mine) == (plan.actor.runtime, plan.actor.adaptation, first):
+            yield f"trainer {other.role}: a {other.task}, otherwise as {plan.actor.role}"
+        else:
+            yield from _trainer_text(other)
+
+
+def _trainer_text(actor: TrainerPlan) -> Iterator[str]:
+    adaptation = actor.adaptation
+    yield f"trainer {actor.role}" + ("" if actor.task == "actor" else f": a {actor.task}")
     rows = [("runtime", f"{actor.runtime.bootstrap.target} on {actor.runtime.device_type}", actor.runtime.why)]
     pieces = {"attention": adaptation.core_attention, "norm": adaptation.norm, "optimizer": adaptation.optimizer}
     rows += [(name, _piece(piece), "") for name, piece in pieces.items()]
@@ -104,22 +115,29 @@ def _origin(arg: EngineArg) -> str:
 
 def leaving_text(plan: Plan) -> Iterator[str]:
     """What leaves a device between turns, tag by tag."""
-    if not plan.shared:
+    if plan.residency is None:
         return
-    memory = plan.actor.memory
-    name = memory.factory.target if isinstance(memory, MemoryBackend) else f"none: {memory.reason}"
-    yield f"memory of {plan.actor.request.role}: {name}"
-    yield from table(_tags(memory))
-    if isinstance(memory, MemoryBackend):
-        exclusions = f"; left out: {', '.join(memory.exclusions)}" if memory.exclusions else ""
-        pinned = "pinned" if memory.pinned_host else "pageable"
-        yield f"  parked in {pinned} host memory, communicators: {memory.communicators}{exclusions}"
-    if plan.engines:
+    sharing = [plan.actor, *(other for other in plan.others if plan.shares_actor(other))]
+    for index, trainer in enumerate(sharing):
+        if all(trainer.memory != before.memory for before in sharing[:index]):
+            names = [one.role for one in sharing if one.memory == trainer.memory]
+            yield from _memory_text(", ".join(names), trainer.memory)
+    if plan.engines and plan.shared:
         sleep = plan.engines[0].sleep
         backend = f", backend {sleep.backend}" if sleep.backend else ""
         why = f": {sleep.why}" if sleep.why else ""
         yield f"sleep of {plan.engines[0].request.role}: level {sleep.level}{backend}{why}"
         yield from table(_tags(sleep))
+
+
+def _memory_text(who: str, memory: MemoryBackend | NullMemory) -> Iterator[str]:
+    name = memory.factory.target if isinstance(memory, MemoryBackend) else f"none: {memory.reason}"
+    yield f"memory of {who}: {name}"
+    yield from table(_tags(memory))
+    if isinstance(memory, MemoryBackend):
+        exclusions = f"; left out: {', '.join(memory.exclusions)}" if memory.exclusions else ""
+        pinned = "pinned" if memory.pinned_host else "pageable"
+        yield f"  parked in {pinned} host memory, communicators: {memory.communicators}{exclusions}"
 
 
 def _tags(leaves: MemoryBackend | NullMemory | EngineSleep) -> list[tuple[str, ...]]:
@@ -153,9 +171,9 @@ def scheduling_text(plan: Plan) -> Iterator[str]:
 
 
 def _masks(plan: Plan) -> Iterator[tuple[str, str]]:
-    role = plan.actor.request.role
-    for rank, mask in enumerate(plan.actor.masks):
-        yield f"{role} rank {rank}", _mask_text(mask)
+    for trainer in plan.trainers:
+        for rank, mask in enumerate(trainer.masks):
+            yield f"{trainer.role} rank {rank}", _mask_text(mask)
     for engine in plan.engines:
         yield f"{engine.request.role}#{engine.index}", _mask_text(engine.mask)
 
@@ -169,13 +187,24 @@ def _mask_text(mask: Mapping[str, str]) -> str:
 
 def roles_json(plan: Plan) -> dict[str, Any]:
     """The same as JSON values."""
-    actor = plan.actor
-    adaptation = actor.adaptation
+    leaving = {trainer.role: _leaving_json(trainer.memory) for trainer in plan.trainers}
+    leaving |= {plan.engines[0].request.role: _leaving_json(plan.engines[0].sleep)} if plan.engines else {}
+    return {
+        **_trainer_json(plan.actor),
+        "others": [{"role": o.role, "task": o.task, **_trainer_json(o)} for o in plan.others],
+        "engine": [{"name": a.name, "value": a.value, "origin": a.origin, "over": a.over} for a in engine_args_of(plan)],
+        "leaving": leaving,
+        "masks": dict(_masks(plan)),
+    }
+
+
+def _trainer_json(trainer: TrainerPlan) -> dict[str, Any]:
+    adaptation, collective = trainer.adaptation, trainer.collective
     pieces = {"attention": adaptation.core_attention, "norm": adaptation.norm, "optimizer": adaptation.optimizer}
     return {
         "trainer": {
-            "runtime": actor.runtime.bootstrap.target,
-            "device_type": actor.runtime.device_type,
+            "runtime": trainer.runtime.bootstrap.target,
+            "device_type": trainer.runtime.device_type,
             "pieces": {name: piece.target if piece else None for name, piece in pieces.items()},
             "transformer_engine": adaptation.transformer_engine,
             "fp8_recipe": adaptation.fp8_recipe,
@@ -183,16 +212,10 @@ def roles_json(plan: Plan) -> dict[str, Any]:
             "limits": dict(adaptation.limits),
         },
         "collective": {
-            "backend": actor.collective.backend,
-            "options": dict(actor.collective.options),
-            "limits": dict(actor.collective.limits),
+            "backend": collective.backend,
+            "options": dict(collective.options),
+            "limits": dict(collective.limits),
         },
-        "engine": [{"name": a.name, "value": a.value, "origin": a.origin, "over": a.over} for a in engine_args_of(plan)],
-        "leaving": {
-            actor.request.role: _leaving_json(actor.memory),
-            **({plan.engines[0].request.role: _leaving_json(plan.engines[0].sleep)} if plan.engines else {}),
-        },
-        "masks": dict(_masks(plan)),
     }
 
 

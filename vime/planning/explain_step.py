@@ -37,6 +37,7 @@ def step_json(plan: Plan, assume: Mapping[str, float]) -> dict[str, Any]:
         {
             "name": part.name,
             "side": part.side,
+            "devices": part.devices,
             "seconds": part.estimate.seconds,
             "provenance": part.estimate.provenance,
             "how": part.estimate.how,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from vime.errors import Errors
 from vime.facts.collectives import GroupRequest
 from vime.planning.ask import Asker
-from vime.planning.decide import Candidate, Situation, weigh
+from vime.planning.communicators import crowded_domains
 from vime.planning.engine_args import engine_args
 from vime.planning.env import EdgeEnd, check_equal, merge_env
 from vime.planning.masks import check_untouched, process_mask
-from vime.planning.plan import EnginePlan, EnvReason, Plan, PoolPlan, TrainerPlan
+from vime.planning.occupants import weigh
+from vime.planning.plan import EnginePlan, EnvReason, Plan, PoolPlan, Task, TrainerPlan
+from vime.planning.situation import Answered, Candidate, Situation
 from vime.topology.load import LoadedTopology
 
 Rules = tuple[Mapping[str, Any], ...]
@@ -29,7 +31,12 @@ class Rest:
 
 def finish(loaded: LoadedTopology, situation: Situation, candidate: Candidate, asker: Asker, rest: Rest) -> Plan:
     """The plan without its pools and rates. Raises what contradicts or does not fit after all."""
-    trainer, trainer_rules, reasons = _trainer(loaded, situation, candidate, asker, rest)
+    trainer, trainer_rules, reasons = _trainer(loaded, (situation, candidate.actor), asker, rest)
+    others: list[TrainerPlan] = []
+    for answered in candidate.others:
+        plan, _, why = _trainer(loaded, (situation, answered), asker, rest)
+        others.append(plan)
+        reasons += why
     engines: list[EnginePlan] = []
     for index in range(len(candidate.engine_requests)):
         engine, rules, why = _engine(loaded, (situation, candidate, index), asker, rest)
@@ -48,36 +55,49 @@ def finish(loaded: LoadedTopology, situation: Situation, candidate: Candidate, a
         pools=(),
         actor=trainer,
         engines=tuple(engines),
-        shared=situation.share_where is not None,
+        shared=situation.engines_share,
         residency=candidate.residency,
         transport=candidate.transport,
         memory=memory,
         perf={},
         start_timeout_s=loaded.topology.limits.start_timeout or situation.needs.start_timeout_s,
-        notes=tuple(notes),
+        notes=(*notes, *crowded_domains((trainer, *others), candidate.engine_requests, candidate.transport)),
         env_reasons=reasons,
         recompute=candidate.recompute,
         recompute_why=candidate.recompute_why,
         needs=situation.needs,
+        others=tuple(others),
     )
 
 
 def _trainer(
-    loaded: LoadedTopology, situation: Situation, candidate: Candidate, asker: Asker, rest: Rest
+    loaded: LoadedTopology, chosen: tuple[Situation, Answered], asker: Asker, rest: Rest
 ) -> tuple[TrainerPlan, Rules, tuple[EnvReason, ...]]:
-    seat, request = situation.actor, candidate.actor_request
+    situation, answered = chosen
+    seat, request = answered.seat, answered.request
     collective = asker.ask(seat.platform, "collective", request, GroupRequest("trainer", seat.role.devices))
     process_env = asker.ask(seat.platform, "process_env", request)
-    backend_env = getattr(candidate.backend, "env", {})
+    backend_env = getattr(answered.backend, "env", {})
     runtime = asker.ask(seat.platform, "trainer_runtime", request)
-    adaptation = asker.ask(seat.platform, "megatron_adapt", request, situation.model)
+    adaptation = asker.ask(seat.platform, "megatron_adapt", request, seat.model)
     layers, pool = (process_env, backend_env), rest.pools[seat.role.pool]
     user, where = loaded.topology.env.trainer, loaded.where("env", "trainer")
     env, reasons = merge_env(layers, user, process=seat.role.name, where=where, inherited=rest.inherited)
     check_untouched(pool.binding, env, process=seat.role.name, where=where)
     slots = request.placement.slots
     masks = tuple(process_mask(pool.binding, pool.entries[slot.node], [slot.device]) for slot in slots)
-    plan = TrainerPlan(seat.role.pool, request, runtime, adaptation, collective, candidate.backend, env, masks)
+    plan = TrainerPlan(
+        pool=seat.role.pool,
+        request=request,
+        runtime=runtime,
+        adaptation=adaptation,
+        collective=collective,
+        memory=answered.backend,
+        env=env,
+        masks=masks,
+        task=cast(Task, seat.role.task),
+        model=None if seat.model == situation.model else seat.model,
+    )
     return plan, layers, reasons
 
 

@@ -11,27 +11,26 @@ from dataclasses import dataclass, field, replace
 
 from vime.errors import PlanError, TopologyError
 from vime.facts.bindings import RayBinding
-from vime.facts.capabilities import Capabilities
 from vime.facts.inventory import NodeInventory
 from vime.facts.model import ModelShape
-from vime.facts.process import RoleKind, RolePlacement, RoleRequest, Slot
+from vime.facts.process import Slot
 from vime.planning.ask import Asker
-from vime.planning.decide import Seat, Situation, decide
+from vime.planning.decide import decide
 from vime.planning.finish import Rest, finish
 from vime.planning.masks import mask_entries, visible_node
-from vime.planning.memory import PoolSpace
-from vime.planning.needs import PlanNeeds
-from vime.planning.place import demand_for, engine_slots, place
+from vime.planning.needs import PlanNeeds, model_of
+from vime.planning.place import demand_for, place
 from vime.planning.plan import Plan, PlatformAnswers, PoolPlan
+from vime.planning.seats import Run, residencies, seat_all
 from vime.planning.spread import spread_experts
-from vime.planning.transports import End, Wishes
+from vime.planning.workers import check_workers
 from vime.topology.devices import check_devices
 from vime.topology.domains import Told, check_crossing
 from vime.topology.load import LoadedTopology, fill_parts
 from vime.topology.machines import check_machines
 from vime.topology.profiles import choose_profile, nominal_nodes, real_nodes
-from vime.topology.rules import PoolNodes, ResolvedRole, check_hardware, check_model, raise_all, rule_error
-from vime.topology.runnable import check_pools, runnable_roles
+from vime.topology.rules import PoolNodes, check_hardware, check_model, raise_all, rule_error
+from vime.topology.runnable import Asked, check_pools, runnable_roles
 from vime.topology.sharing import check_supply, demand_of, share_groups
 
 Inventories = Mapping[str, tuple[NodeInventory, ...]]
@@ -39,10 +38,18 @@ Inventories = Mapping[str, tuple[NodeInventory, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The machine that plans: the environment that processes inherit, and the pools whose node it is itself."""
+    """The environment that processes inherit, and the pools whose nodes were looked at: this machine, or those of a cluster.
+
+    `hosts` are the environments of a cluster's nodes, by host name.
+    """
 
     env: Mapping[str, str] = field(default_factory=dict)
     pools: frozenset[str] = frozenset()
+    hosts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def env_on(self, node: NodeInventory) -> Mapping[str, str]:
+        """What processes on a node inherit."""
+        return self.hosts.get(node.hostname, self.env)
 
 
 _NOWHERE = Here()
@@ -70,24 +77,24 @@ def make_plan(
         PluginError: a platform answered wrongly.
     """
     asker = Asker()
-    runnable_roles(loaded, samples=needs.samples)
+    asked = Asked(needs.samples, needs.uses)
+    runnable_roles(loaded, asked)
     raise_all(check_pools(loaded))
     nodes = _nodes(loaded, platforms, inventories or {})
     nodes, bindings, notes = _visible(loaded, nodes, platforms, asker, here)
     loaded = fill_parts(loaded, {name: sum(len(node.devices) for node in at.nodes) for name, at in nodes.items()})
     loaded, spread = spread_experts(loaded, nodes, model, needs)
-    actor, rollout = runnable_roles(loaded, samples=needs.samples)
-    told = _checks(loaded, nodes, model)
+    roles = runnable_roles(loaded, asked)
+    told = _checks(loaded, nodes, {role.name: model_of(role, model, needs) for role in loaded.roles})
     raise_all(told.errors)
     pools = _pools(nodes, platforms, asker, (bindings, here))
-    dtype = _dtype(needs, [pools[role.pool] for role in (actor, rollout) if role is not None])
+    dtype = _dtype(loaded, needs, [pools[name] for name in dict.fromkeys(role.pool for role in roles.all)])
     perf = {name: asker.ask(platforms[pool.platform], "perf_model", pool.inventories[0]) for name, pool in pools.items()}
     slots, crossing = _placement(loaded, pools)
-    run = _Run(model, dtype, needs, slots)
-    situation = replace(_situation(loaded, (actor, rollout), pools, platforms, run), perf=perf)
-    candidate = decide(situation, asker, _residencies(loaded, actor, rollout))
+    situation = seat_all(loaded, roles, pools, platforms, Run(model, dtype, needs, slots, perf))
+    candidate = decide(situation, asker, residencies(loaded, roles))
     plan = finish(loaded, situation, candidate, asker, Rest(pools, here.env))
-    notes = (*plan.notes, *notes, *spread, *loaded.notes, *told.notes, *crossing, *_basis(nodes))
+    notes = (*plan.notes, *notes, *spread, *loaded.notes, *told.notes, *crossing, *check_workers(plan), *_basis(nodes))
     return replace(plan, pools=tuple(pools.values()), perf=perf, hooks_asked=tuple(asker.asked), notes=notes)
 
 
@@ -98,14 +105,6 @@ def _basis(nodes: Mapping[str, PoolNodes]) -> tuple[str, ...]:
         return ()
     which = "" if len(nominal) == len(nodes) else f" for pool {' and '.join(nominal)}"
     return (f"W281 made from nominal devices{which}: no machine was looked at",)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    model: ModelShape
-    dtype: str
-    needs: PlanNeeds
-    slots: Mapping[str, tuple[Slot, ...]]
 
 
 # ---- roles and pools
@@ -147,7 +146,7 @@ def _visible(
         binding: RayBinding = asker.ask(platforms[at.pool.platform], "ray_binding", at.nodes[0])
         bindings[name] = binding
         if name in here.pools:
-            left = tuple(visible_node(binding, node, here.env) for node in at.nodes)
+            left = tuple(visible_node(binding, node, here.env_on(node)) for node in at.nodes)
             for before, after in zip(at.nodes, left, strict=True):
                 if len(after.devices) < len(before.devices):
                     counts = f"{len(after.devices)} of {len(before.devices)} devices of {before.hostname}"
@@ -166,13 +165,14 @@ def _check_devices_there(loaded: LoadedTopology, at: PoolNodes, masks: tuple[str
         raise rule_error("E201", f"pools.{at.name}", f"{whose} no devices", where=where, fix=fix)
 
 
-def _checks(loaded: LoadedTopology, nodes: Mapping[str, PoolNodes], model: ModelShape) -> Told:
+def _checks(loaded: LoadedTopology, nodes: Mapping[str, PoolNodes], models: Mapping[str, ModelShape]) -> Told:
     """Every rule that needs hardware or model, and no placement."""
     supply = {name: sum(len(node.devices) for node in at.nodes) for name, at in nodes.items()}
     errors = check_supply(loaded.topology, loaded.roles, supply, loaded.tree)
     for at in nodes.values():
         errors += check_hardware(at, loaded.roles, loaded.tree)
-    errors += check_model(loaded.roles, model, loaded.tree)
+    for role in loaded.roles:
+        errors += check_model((role,), models[role.name], loaded.tree)
     return Told(errors) + check_machines(nodes.values(), loaded.tree)
 
 
@@ -187,7 +187,6 @@ def _pools(
     for name, at in nodes.items():
         platform = platforms[at.pool.platform]
         capabilities = asker.ask(platform, "capabilities", at.nodes[0])
-        env = here.env if name in here.pools else {}
         pools[name] = PoolPlan(
             name=name,
             platform=at.pool.platform,
@@ -195,57 +194,34 @@ def _pools(
             capabilities=capabilities,
             binding=bindings[name],
             lineage=platform.lineage,
-            entries=tuple(mask_entries(bindings[name], node, env) for node in at.nodes),
+            entries=tuple(
+                mask_entries(bindings[name], node, here.env_on(node) if name in here.pools else {}) for node in at.nodes
+            ),
+            segment_nodes=_segment_nodes(at),
         )
     return pools
 
 
-def _dtype(needs: PlanNeeds, pools: list[PoolPlan]) -> str:
+def _segment_nodes(at: PoolNodes) -> int:
+    domain = at.pool.domain
+    return len(at.nodes) if domain is None else domain.segment_nodes
+
+
+def _dtype(loaded: LoadedTopology, needs: PlanNeeds, pools: list[PoolPlan]) -> str:
+    """The type of all roles. Raises PlanError E214 where a pool lacks it."""
     dtype = needs.dtype or pools[0].capabilities.default_dtype
     for pool in pools:
         if dtype not in pool.capabilities.dtypes:
-            able = ", ".join(pool.capabilities.dtypes)
+            able = ", ".join(d for d in pool.capabilities.dtypes if all(d in other.capabilities.dtypes for other in pools))
             reason = pool.capabilities.absent.get(dtype)
-            text = f"pool {pool.name} ({pool.platform}) has no {dtype}" + (f": {reason}" if reason else "")
-            raise PlanError(text, fix=f"set model.dtype to one of {able}")
+            whose = "model.dtype" if needs.dtype else f"the default of pool {pools[0].name}"
+            text = f"E214 pools.{pool.name}: {pool.platform} has no {dtype} ({whose})" + (f": {reason}" if reason else "")
+            fix = f"set model.dtype to one of {able}" if able else "use pools whose platforms have a type in common"
+            raise PlanError(text, where=loaded.where("pools", pool.name), fix=fix)
     return dtype
 
 
-# ---- placement and requests
-
-
-def _situation(
-    loaded: LoadedTopology,
-    roles: tuple[ResolvedRole, ResolvedRole | None],
-    pools: Mapping[str, PoolPlan],
-    platforms: Mapping[str, PlatformAnswers],
-    run: _Run,
-) -> Situation:
-    shared = _share_of(loaded, roles)
-    actor, rollout = (
-        None if role is None else _seat(loaded, role, pools[role.pool], platforms, (shared, run)) for role in roles
-    )
-    assert actor is not None
-    index = next(
-        (
-            i
-            for i, e in enumerate(loaded.topology.sync)
-            if rollout and (e.source, e.target) == (actor.role.name, rollout.role.name)
-        ),
-        None,
-    )
-    edge = None if index is None else loaded.topology.sync[index]
-    wishes = Wishes() if edge is None else Wishes(edge.prefer, edge.forbid, edge.require, edge.buffer)
-    return Situation(
-        model=run.model,
-        dtype=run.dtype,
-        needs=run.needs,
-        actor=actor,
-        rollout=rollout,
-        wishes=wishes,
-        edge_where=loaded.where("roles") if index is None else loaded.where("sync", index),
-        share_where=loaded.where("share", shared) if shared is not None else None,
-    )
+# ---- placement
 
 
 def _placement(loaded: LoadedTopology, pools: Mapping[str, PoolPlan]) -> tuple[dict[str, tuple[Slot, ...]], tuple[str, ...]]:
@@ -270,59 +246,3 @@ def _placement(loaded: LoadedTopology, pools: Mapping[str, PoolPlan]) -> tuple[d
             told += check_crossing(role, slots[role.name], pool, nodes, loaded.tree)
     raise_all(told.errors)
     return slots, tuple(told.notes)
-
-
-def _share_of(loaded: LoadedTopology, roles: tuple[ResolvedRole, ResolvedRole | None]) -> int | None:
-    """The position of the share group that holds both roles."""
-    names = {role.name for role in roles if role is not None}
-    groups = (i for i, share in enumerate(loaded.topology.share) if len(names) == 2 and names <= set(share.roles))
-    return next(groups, None)
-
-
-def _residencies(loaded: LoadedTopology, actor: ResolvedRole, rollout: ResolvedRole | None) -> tuple[str | None, ...]:
-    """`auto` stays on the device when everything fits with a cache of use, since then nothing has to move."""
-    index = _share_of(loaded, (actor, rollout))
-    if index is None:
-        return (None,)
-    wanted = loaded.topology.share[index].residency
-    return ("resident", "park") if wanted == "auto" else (wanted,)
-
-
-def _seat(
-    loaded: LoadedTopology,
-    role: ResolvedRole,
-    pool: PoolPlan,
-    platforms: Mapping[str, PlatformAnswers],
-    given: tuple[int | None, _Run],
-) -> Seat:
-    shared, run = given
-    limits = loaded.topology.limits
-    space = PoolSpace(
-        pool.name, pool.inventories, limits.device_reserve, limits.host_pinned_per_node, loaded.where("pools", pool.name)
-    )
-    mine = run.slots[role.name]
-    with_whom = loaded.topology.share[shared].roles if shared is not None else ()
-    cut = engine_slots(mine, role) if role.kind == "rollout" else (mine,)
-    requests = tuple(_request(role, part, pool, run, tuple(n for n in with_whom if n != role.name)) for part in cut)
-    group = "/".join(with_whom) if shared is not None else role.name
-    return Seat(role, platforms[pool.platform], space, End(pool.name, pool.inventories, mine), group, requests)
-
-
-def _request(
-    role: ResolvedRole, slots: tuple[Slot, ...], pool: PoolPlan, run: _Run, shared_with: tuple[str, ...]
-) -> RoleRequest:
-    kind = RoleKind.TRAINER if role.kind == "train" else RoleKind.ENGINE
-    capabilities: Capabilities = pool.capabilities
-    return RoleRequest(
-        role=role.name,
-        kind=kind,
-        placement=RolePlacement(role.name, slots),
-        inventories=pool.inventories,
-        capabilities=capabilities,
-        parallel=role.parallel,
-        dtype=run.dtype,
-        shared_with=shared_with,
-        deterministic=run.needs.deterministic,
-        software=pool.inventories[0].software.get(str(kind), {}),
-        threads=run.needs.threads if kind is RoleKind.TRAINER else 1,
-    )

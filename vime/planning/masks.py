@@ -139,8 +139,3 @@ def by_host(host: str) -> tuple[int, int, tuple[tuple[int, int, str], ...]]:
 def in_device_order(ids: Sequence[str]) -> tuple[str, ...]:
     """Device ids by number; where one is not a number, as they were given."""
     return tuple(sorted(ids, key=int)) if all(i.isdecimal() for i in ids) else tuple(ids)
-
-
-def bundle_order(hosts: Sequence[str]) -> tuple[int, ...]:
-    """Positions of bundles such that those of a host are adjacent, hosts in order, a host's bundles as they were given."""
-    return tuple(sorted(range(len(hosts)), key=lambda i: (by_host(hosts[i]), i)))

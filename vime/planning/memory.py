@@ -6,16 +6,17 @@ What a role holds is in `vime.planning.amounts`; here it is put into phases, add
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vime.errors import PlanError
 from vime.facts.inventory import NodeInventory
 from vime.facts.memory import EngineSleep, MemoryBackend, NullMemory, Tag
-from vime.planning.amounts import Amount, Beside
+from vime.planning.amounts import FROZEN, SCORES, Amount, Beside
 from vime.planning.plan import MemoryPlan, MemoryRow
+from vime.planning.units import in_units
 from vime.topology.rules import ResolvedRole
 
-SERVING, TRAINING, UPDATING = PHASES = ("serving", "training", "updating")
+SERVING, SCORING, TRAINING, UPDATING = "serving", "scoring", "training", "updating"
 NEAR_LIMIT = 0.08
 """A plan that leaves less than this share free is worth a warning: allocators keep more than they hand out, and activations
 are an estimate.
@@ -27,7 +28,8 @@ class Occupant:
     """A role on a set of devices: what it holds on each, and what can leave.
 
     Roles of one `group` are on the same devices. `parks` is true where the role leaves between turns. `nodes` holds the node
-    of every device.
+    of every device. `turns` says for every phase in which the role has its turn what it does then: serving, scoring, training
+    or updating.
     """
 
     role: ResolvedRole
@@ -36,42 +38,75 @@ class Occupant:
     leaves: MemoryBackend | NullMemory | EngineSleep
     parks: bool
     nodes: tuple[int, ...]
+    turns: Mapping[str, str] = field(default_factory=dict)
 
 
 # ---- phases
 
 
-def rows_of(occupants: Iterable[Occupant]) -> tuple[MemoryRow, ...]:
-    """One row for every tag, role and phase in which the tag is on the device."""
+def turns_of(roles: Iterable[tuple[ResolvedRole, str]]) -> dict[str, dict[str, str]]:
+    """By role: phase -> what the role does in it, for (role, set of devices).
+
+    Training roles on the same devices have phases of their own, such as `scoring ref` and `training critic`; the actor's is
+    `training`. A role that has its devices alone works beside them.
+    """
+    listed = list(roles)
+    trains = [(role, group) for role, group in listed if role.kind == "train"]
+    turns: dict[str, dict[str, str]] = {role.name: {SERVING: SERVING, UPDATING: UPDATING} for role, _ in listed}
+    alone = {role.name: sum(other == group for _, other in trains) == 1 for role, group in trains}
+    scoring = [f"{SCORING} {role.name}" for role, _ in trains if role.task in SCORES and not alone[role.name]] or [SCORING]
+    for role, _ in trains:
+        mine = turns[role.name] = {UPDATING: UPDATING} if role.task == "actor" else {}
+        own = role.task != "actor" and not alone[role.name]
+        if role.task in SCORES:
+            mine |= dict.fromkeys([f"{SCORING} {role.name}"] if own else scoring, SCORING)
+        if role.task not in FROZEN:
+            mine[f"{TRAINING} {role.name}" if own else TRAINING] = TRAINING
+    return turns
+
+
+def phases_of(occupants: Iterable[Occupant]) -> tuple[str, ...]:
+    """The phases of a step in their order; the actor trains last, since its weights are published next."""
+    found = {phase: doing for occupant in occupants for phase, doing in occupant.turns.items()}
+    order = (SERVING, SCORING, TRAINING, UPDATING)
+    return tuple(sorted(found, key=lambda phase: (order.index(found[phase]), found[phase] == TRAINING == phase)))
+
+
+def rows_of(occupants: Sequence[Occupant], phases: Sequence[str] = ()) -> tuple[MemoryRow, ...]:
+    """One row for every tag, role and phase in which the tag is on the device. `phases`: those of the occupants, if empty."""
     rows: list[MemoryRow] = []
+    phases = phases or phases_of(occupants)
     for occupant in occupants:
         role = occupant.role
         for amount in occupant.amounts:
-            for phase in PHASES:
-                if amount.num_bytes and is_there(occupant, amount.tag, phase):
+            for phase in phases:
+                if amount.num_bytes and is_there(occupant, amount.tag, phase, scoring=amount.scoring):
                     rows.append(MemoryRow(role.pool, role.name, str(amount.tag), phase, amount.num_bytes, amount.how))
     return tuple(rows)
 
 
 _AT_HOME: Mapping[str, frozenset[Tag]] = {
     SERVING: frozenset({Tag.ENGINE_WEIGHTS, Tag.KV}),
+    SCORING: frozenset({Tag.PARAMS}),
     TRAINING: frozenset({Tag.PARAMS, Tag.GRADS, Tag.OPTIMIZER}),
     UPDATING: frozenset({Tag.PARAMS, Tag.ENGINE_WEIGHTS}),
 }
-_WORKS: Mapping[str, str] = {"train": TRAINING, "rollout": SERVING}
 
 DROPPED = frozenset({Tag.GRADS})
 """What a trainer that parks gives up although its platform could keep it: gradients come back as zeros."""
 
 
-def is_there(occupant: Occupant, tag: Tag | Beside, phase: str) -> bool:
+def is_there(occupant: Occupant, tag: Tag | Beside, phase: str, *, scoring: bool = False) -> bool:
     """Activations live in a role's own phase; everything else stays unless its role parks and its tag can be freed.
 
-    An engine that does not park keeps its work space in torch's cache.
+    `scoring` are activations of a pass without gradients. An engine that does not park keeps its work space in torch's cache.
     """
+    doing = occupant.turns.get(phase, "")
     if tag is Tag.ACTIVATIONS:
-        return phase == _WORKS[occupant.role.kind] or (occupant.role.kind == "rollout" and not occupant.parks)
-    return tag in _AT_HOME[phase] or not (occupant.parks and frees(occupant.leaves, tag))
+        if occupant.role.kind == "rollout":
+            return doing == SERVING or not occupant.parks
+        return doing == (SCORING if scoring else TRAINING)
+    return tag in _AT_HOME.get(doing, ()) or not (occupant.parks and frees(occupant.leaves, tag))
 
 
 def frees(leaves: MemoryBackend | NullMemory | EngineSleep, tag: Tag | Beside) -> bool:
@@ -138,6 +173,7 @@ def plan_memory(spaces: Sequence[PoolSpace], occupants: Sequence[Occupant], *, p
         reserve_bytes=max((space.reserve_bytes for space in spaces), default=0),
         host_bytes_per_node=max((_host_bytes(s, occupants, published_bytes) for s in spaces), default=0),
         together=tuple(together.values()),
+        phases=phases_of(occupants),
     )
 
 
@@ -152,7 +188,7 @@ def check_memory(space: PoolSpace, plan: MemoryPlan, occupants: Sequence[Occupan
     mine = [o for o in occupants if o.role.pool == space.name]
     errors: list[PlanError] = []
     notes: list[str] = []
-    for phase in PHASES:
+    for phase in phases_of(occupants):
         for load in _loads(space, phase, mine):
             total = f" = {in_units(load.used)}" if len(load.parts) > 1 else ""
             text = f"{phase} needs {' + '.join(load.parts)}{total} of {in_units(load.limit)}"
@@ -183,7 +219,7 @@ def _loads(space: PoolSpace, phase: str, mine: Sequence[Occupant]) -> Iterator[L
             loads = [(o, _all_bytes(o, phase) * o.nodes.count(node)) for o in mine]
             yield _load(loads, space.nodes[node].memory_bytes, space.reserve_bytes)
         return
-    rows = rows_of(mine)
+    rows = rows_of(mine, (phase,))
     for group in dict.fromkeys(o.group for o in mine):
         members = [o for o in mine if o.group == group]
         loads = [(o, _in_phase(rows, o, phase)) for o in members]
@@ -200,14 +236,15 @@ def _load(loads: Iterable[tuple[Occupant, int]], limit: int, reserve: int) -> Lo
 
 def _all_bytes(occupant: Occupant, phase: str) -> int:
     """On a host nothing that is parked leaves the machine."""
-    there = (a for a in occupant.amounts if a.tag is not Tag.ACTIVATIONS or is_there(occupant, a.tag, phase))
+    there = (a for a in occupant.amounts if a.tag is not Tag.ACTIVATIONS or is_there(occupant, a.tag, phase, scoring=a.scoring))
     return sum(a.num_bytes for a in there)
 
 
-def is_tight(space: PoolSpace, occupants: Sequence[Occupant], phase: str) -> bool:
-    """Whether a phase leaves less than `NEAR_LIMIT` of a pool's devices free."""
+def is_tight(space: PoolSpace, occupants: Sequence[Occupant]) -> bool:
+    """Whether training leaves less than `NEAR_LIMIT` of a pool's devices free."""
     mine = [o for o in occupants if o.role.pool == space.name]
-    return any(load.used > load.limit * (1 - NEAR_LIMIT) for load in _loads(space, phase, mine))
+    training = {phase for o in occupants for phase, doing in o.turns.items() if doing == TRAINING}
+    return any(load.used > load.limit * (1 - NEAR_LIMIT) for phase in training for load in _loads(space, phase, mine))
 
 
 def room_for_cache(space: PoolSpace, occupants: Sequence[Occupant], engine: Occupant) -> tuple[int, str]:
@@ -216,8 +253,8 @@ def room_for_cache(space: PoolSpace, occupants: Sequence[Occupant], engine: Occu
     `NEAR_LIMIT` stays free. `occupants` are counted without any cache.
     """
     together = [o for o in occupants if o.group == engine.group]
-    phases = [phase for phase in PHASES if is_there(engine, Tag.KV, phase)]
-    rows = [row for row in rows_of(together) if row.tag != Tag.KV]
+    phases = [phase for phase in phases_of(occupants) if is_there(engine, Tag.KV, phase)]
+    rows = [row for row in rows_of(together, phases) if row.tag != Tag.KV]
     fullest = max(phases, key=lambda phase: sum(r.num_bytes for r in rows if r.phase == phase))
     held = sum(r.num_bytes for r in rows if r.phase == fullest)
     usable = int(space.device_bytes * (1 - NEAR_LIMIT)) - space.reserve_bytes
@@ -234,7 +271,7 @@ def _memory_fix(largest: str, phase: str) -> str:
     """What helps the role that takes the most."""
     if largest == "rollout":
         return "bound the engine's cache with rollout.vllm.kv_cache_memory_bytes, or use more devices"
-    if phase == TRAINING:
+    if phase.startswith(TRAINING):
         return "use more devices (tp, pp, ep or dp), smaller trainer.max_tokens_per_micro_batch, or trainer.recompute full"
     return "use more devices (tp, pp, ep or dp)"
 
@@ -249,12 +286,3 @@ def _check_host(space: PoolSpace, plan: MemoryPlan) -> Iterator[PlanError]:
         yield PlanError(
             f"E252 pools.{space.name}: {text}", where=space.where, fix="raise the limit, or let roles stay resident"
         )
-
-
-def in_units(num_bytes: int) -> str:
-    """`3.20 GiB`, `512 MiB`, `17 B`."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            value = num_bytes / size
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.2f} {unit}"
-    return f"{num_bytes} B"

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vime.errors import PlacementError
+from vime.facts.inventory import NodeInventory
 from vime.facts.process import Slot
+from vime.planning.masks import by_host
 from vime.topology.rules import ResolvedRole
 
 
@@ -92,3 +94,24 @@ def engine_slots(slots: Sequence[Slot], role: ResolvedRole) -> tuple[tuple[Slot,
 def nodes_of(slots: Sequence[Slot]) -> tuple[int, ...]:
     """The nodes that slots touch, each once, in order."""
     return tuple(dict.fromkeys(slot.node for slot in slots))
+
+
+def physical_order(nodes: Sequence[NodeInventory], segment_nodes: int = 1) -> tuple[int, ...]:
+    """Positions of nodes such that those of a scale-up domain are adjacent: domains by name, in a domain by host name.
+
+    Whole segments of `segment_nodes` nodes come first, so that what a domain has left over cuts none.
+    """
+    domains: dict[tuple[str, str], list[int]] = {}
+    for index in sorted(range(len(nodes)), key=lambda i: (_domain(nodes[i]), by_host(nodes[i].hostname))):
+        domains.setdefault(_domain(nodes[index]), []).append(index)
+    whole: list[int] = []
+    rest: list[int] = []
+    for members in domains.values():
+        cut = len(members) // segment_nodes * segment_nodes
+        whole += members[:cut]
+        rest += members[cut:]
+    return (*whole, *rest)
+
+
+def _domain(node: NodeInventory) -> tuple[str, str]:
+    return ("", "") if node.fabric is None else (node.fabric.id, node.fabric.clique)

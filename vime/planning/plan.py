@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from vime.facts.bindings import RayBinding
 from vime.facts.capabilities import Capabilities
@@ -44,6 +44,7 @@ class PoolPlan:
     """One pool of devices: its platform and nodes.
 
     `entries` holds, by node, the entry of every device in a visible-device variable; empty where nothing is masked.
+    `segment_nodes` is how many nodes in a row are reserved together: those of a scale-up domain, or all of them (0).
     """
 
     name: str
@@ -53,11 +54,19 @@ class PoolPlan:
     binding: RayBinding
     lineage: tuple[str, ...] = ()
     entries: tuple[tuple[str, ...], ...] = ()
+    segment_nodes: int = 0
+
+
+Task = Literal["actor", "critic", "reference", "teacher"]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """A training role, one rank a slot of `request.placement`. `masks` are the visible-device variables, by rank."""
+    """A training role, one rank a slot of `request.placement`. `masks` are the visible-device variables, by rank.
+
+    An actor and a critic are trained; a reference and a teacher only score. `model` is the role's own where it differs from the
+    actor's.
+    """
 
     pool: str
     request: RoleRequest
@@ -67,6 +76,18 @@ class TrainerPlan:
     memory: MemoryBackend | NullMemory
     env: Mapping[str, str]
     masks: tuple[Mapping[str, str], ...] = ()
+    task: Task = "actor"
+    model: ModelShape | None = None
+
+    @property
+    def role(self) -> str:
+        """The role's name in the topology."""
+        return self.request.role
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients and an optimizer."""
+        return self.task in ("actor", "critic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +145,7 @@ class TransportPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes per device of one tag of one role in one phase (`serving`, `training`, `updating`)."""
+    """Bytes per device of one tag of one role in one phase (see `MemoryPlan.phases`)."""
 
     pool: str
     role: str
@@ -136,13 +157,18 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`capacity_bytes` is the memory of a device, by pool. `together` lists the roles that sit on the same devices."""
+    """`capacity_bytes` is the memory of a device, by pool. `together` lists the roles that sit on the same devices.
+
+    `phases` are in the order of a step: serving, scoring (of references, teachers and critics), training, updating. A role that
+    takes turns with another one of its kind on the same devices has a phase of its own, such as `training critic`.
+    """
 
     rows: tuple[MemoryRow, ...]
     capacity_bytes: Mapping[str, int]
     reserve_bytes: int
     host_bytes_per_node: int
     together: tuple[tuple[str, ...], ...] = ()
+    phases: tuple[str, ...] = ("serving", "training", "updating")
 
     def phase_bytes(self, pool: str, phase: str) -> int:
         """Bytes on the fullest device of a pool."""
@@ -163,7 +189,11 @@ class EnvReason:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that assembly needs. `shared` is true when trainer and engines time-share devices (colocated)."""
+    """Everything that assembly needs. `shared` is true when trainer and engines time-share devices (colocated).
+
+    `residency` is that of the roles on the actor's devices; None where the actor has them alone. `others` are the critic, the
+    reference and the teacher, each where the run has one.
+    """
 
     topology: str
     model: ModelShape
@@ -185,6 +215,20 @@ class Plan:
     hooks_asked: tuple[str, ...] = ()
     """`platform.hook(subject)` in the order asked."""
     needs: PlanNeeds = field(default_factory=PlanNeeds)
+    others: tuple[TrainerPlan, ...] = ()
+
+    @property
+    def trainers(self) -> tuple[TrainerPlan, ...]:
+        """Every training role, the actor first."""
+        return (self.actor, *self.others)
+
+    def shares_actor(self, other: TrainerPlan) -> bool:
+        """Whether a training role is on the actor's devices."""
+        return (other.pool, other.request.placement.slots) == (self.actor.pool, self.actor.request.placement.slots)
+
+    def model_of(self, trainer: TrainerPlan) -> ModelShape:
+        """The model that a training role holds."""
+        return trainer.model or self.model
 
 
 def pool_of(pools: Iterable[PoolPlan], name: str) -> PoolPlan:

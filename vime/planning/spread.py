@@ -10,8 +10,9 @@ from vime.facts.inventory import NodeInventory, Tri
 from vime.facts.model import ModelShape
 from vime.facts.process import Parallel
 from vime.planning.amounts import trainer_amounts
-from vime.planning.memory import NEAR_LIMIT, in_units
-from vime.planning.needs import PlanNeeds
+from vime.planning.memory import NEAR_LIMIT
+from vime.planning.needs import PlanNeeds, model_of
+from vime.planning.units import in_units
 from vime.topology.load import LoadedTopology
 from vime.topology.rules import PoolNodes, ResolvedRole
 
@@ -24,33 +25,32 @@ def spread_experts(
     One topology serves dense models, which have no experts to spread, and mixtures of experts. Where it leaves `ep` out and a
     rank that has all experts does not fit beside full recomputation, they are spread as far as scale-up links reach.
     """
-    if not model.experts:
-        return loaded, ()
     roles, notes = list(loaded.roles), list[str]()
     for at, role in enumerate(roles):
-        if role.kind != "train" or _written(loaded, role) or role.pool not in nodes:
+        own = model_of(role, model, needs)
+        if role.kind != "train" or not own.experts or _written(loaded, role) or role.pool not in nodes:
             continue
         found = nodes[role.pool].nodes
-        held, room = _held(role, model, needs), _room(loaded, found)
-        ranks = math.gcd(min(_near(found), role.devices) // role.parallel.pp, model.experts)
+        held, room = _held(role, own, needs), _room(loaded, found)
+        ranks = math.gcd(min(_near(found), role.devices) // role.parallel.pp, own.experts)
         if room is None or held <= room or not _divides(role, ranks):
             continue
         roles[at] = replace(role, parallel=replace(role.parallel, ep=ranks))
-        why = f"with all {model.experts} experts a device would hold {in_units(held)} of {in_units(room)}"
+        why = f"with all {own.experts} experts a device would hold {in_units(held)} of {in_units(room)}"
         notes.append(f"roles.{role.name}.parallel.ep {ranks}, chosen by the plan: {why}")
     return replace(loaded, roles=tuple(roles)), tuple(notes)
 
 
 def _written(loaded: LoadedTopology, role: ResolvedRole) -> bool:
     source = loaded.topology.roles[role.name]
-    return source.like is not None or bool({"ep", "etp"} & source.parallel.model_fields_set)
+    while source.like is not None and "parallel" not in source.model_fields_set:
+        source = loaded.topology.roles[source.like]
+    return bool({"ep", "etp"} & source.parallel.model_fields_set)
 
 
 def _held(role: ResolvedRole, model: ModelShape, needs: PlanNeeds) -> int:
     least: Parallel = role.parallel
-    amounts = trainer_amounts(
-        model, needs.dtype or "bfloat16", least, replace(needs, recompute="full"), optimizer=role.optimizer
-    )
+    amounts = trainer_amounts(model, needs.dtype or "bfloat16", least, replace(needs, recompute="full"), task=role.task)
     return sum(amount.num_bytes for amount in amounts)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vime.facts.inventory import Tri
 from vime.facts.memory import Tag
 from vime.facts.perf import Provenance, Quantity
-from vime.planning.amounts import DTYPE_BYTES, MAX_SEQUENCES, given, token_bytes
+from vime.planning.amounts import DTYPE_BYTES, MAX_SEQUENCES, given, role_parameters, token_bytes
 from vime.planning.assume import NO_WORDS, Assumption, Assumptions, assumptions
 from vime.planning.decode import Engine, EngineRates, Lengths, decode_seconds, prefill_seconds, read_weights, touched
 from vime.planning.place import nodes_of
@@ -23,17 +23,19 @@ from vime.planning.train_time import (
     gradient_bytes,
     reduction_bytes,
 )
+from vime.planning.units import decimal
 
-ENGINES, TRAINER, BETWEEN = "engines", "trainer", "between"
+ENGINES, SCORES, TRAINER, BETWEEN = "engines", "scores", "trainer", "between"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A phase of a step, and whose time it is."""
+    """A phase of a step, and whose time it is. Scores and trainers on different `devices` run side by side."""
 
     name: str
     side: str
     estimate: Estimate
+    devices: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def step_time(plan: Plan, assume: Mapping[str, float] = NO_WORDS) -> StepTime:
     """
     tables = plan.perf[plan.actor.pool], plan.perf[(plan.engines[0] if plan.engines else plan.actor).pool]
     assumed = assumptions(plan.needs, assume, layers=plan.model.layers, tables=tables)
-    parts = [*_sampling(plan, assumed), *_training(plan, assumed), *_between(plan, assumed)]
+    parts = [*_sampling(plan, assumed), *_roles(plan, assumed), *_between(plan, assumed)]
     ahead = bool(plan.engines) and not plan.shared and plan.needs.max_staleness > 0
     total = _total(parts, ahead=ahead)
     return StepTime(tuple(parts), assumed, total, ahead, plan.needs.batch_size, plan.needs.group_size)
@@ -79,10 +81,24 @@ def _total(parts: Sequence[Part], *, ahead: bool) -> Estimate:
     unknown = [part.name for part in parts if part.estimate.seconds is None]
     if unknown:
         return Estimate(None, "unknown", f"without {', '.join(unknown)}")
-    sums = {side: sum(p.estimate.seconds or 0.0 for p in parts if p.side == side) for side in (ENGINES, TRAINER, BETWEEN)}
-    both = max(sums[ENGINES], sums[TRAINER]) if ahead else sums[ENGINES] + sums[TRAINER]
+    engines, between = (sum(_seconds(p) for p in parts if p.side == side) for side in (ENGINES, BETWEEN))
+    trainers = _longest(parts, SCORES) + _longest(parts, TRAINER)
+    both = max(engines, trainers) if ahead else engines + trainers
     how = "the longer of engines and trainer, and what is between" if ahead else "one part after the other"
-    return Estimate(both + sums[BETWEEN], least_certain([p.estimate.provenance for p in parts]), how)
+    if len({part.devices for part in parts if part.side in (SCORES, TRAINER)}) > 1:
+        how += "; training roles on devices of their own work side by side"
+    return Estimate(both + between, least_certain([p.estimate.provenance for p in parts]), how)
+
+
+def _seconds(part: Part) -> float:
+    return part.estimate.seconds or 0.0
+
+
+def _longest(parts: Sequence[Part], side: str) -> float:
+    """Seconds of the set of devices that takes the longest; its roles work one after the other."""
+    mine = [part for part in parts if part.side == side]
+    sets = {part.devices for part in mine}
+    return max((sum(_seconds(part) for part in mine if part.devices == devices) for devices in sets), default=0.0)
 
 
 # ---- rates
@@ -194,15 +210,48 @@ def _at_once(plan: Plan, lengths: Lengths) -> tuple[float, str]:
 # ---- trainer
 
 
-def _training(plan: Plan, assumed: Assumptions) -> Iterator[Part]:
-    needs, actor = plan.needs, plan.actor
-    products, lengths = _products(plan, actor.pool, assumed, "trainer_share"), _lengths(assumed)
-    parallel, width = actor.request.parallel, DTYPE_BYTES[plan.dtype]
-    batch = Trained(plan.model, parallel, needs.batch_size * needs.group_size, lengths, width, plan.recompute)
-    yield from _passes(batch, products, assumed, log_probs=needs.log_prob_passes)
-    if parallel.devices > 1:
-        link = _link(plan, actor)
-        yield Part("between ranks", TRAINER, _exchange(plan, batch, link, assumed))
+def _roles(plan: Plan, assumed: Assumptions) -> Iterator[Part]:
+    """Scores of every role that gives some, then what is trained, the actor last."""
+    for role in plan.others:
+        batch, products = _batch(plan, role, assumed), _products(plan, role.pool, assumed, "trainer_share")
+        name = f"values of {role.role}" if role.task == "critic" else f"scores of {role.role}"
+        yield Part(name, SCORES, _score(batch, products, assumed), _devices(plan, role))
+    for role in (*(other for other in plan.others if other.trained), plan.actor):
+        yield from _training(plan, role, assumed)
+
+
+def _devices(plan: Plan, role: TrainerPlan) -> str:
+    return plan.actor.role if plan.shares_actor(role) else role.role
+
+
+def _batch(plan: Plan, role: TrainerPlan, assumed: Assumptions) -> Trained:
+    needs, model = plan.needs, plan.model_of(role)
+    held = replace(model, parameters=role_parameters(model, role.task))
+    sequences, width = needs.batch_size * needs.group_size, DTYPE_BYTES[plan.dtype]
+    return Trained(held, role.request.parallel, sequences, _lengths(assumed), width, plan.recompute)
+
+
+def _score(batch: Trained, products: _Rate, assumed: Assumptions) -> Estimate:
+    if (missing := _missing([products])) is not None:
+        return missing
+    assert products.value
+    used = _of(assumed, "prompt_tokens", "response_tokens", "trainer_share")
+    used += _of(assumed, "expert_share") if batch.model.experts else []
+    how = f"a forward pass over {batch.tokens:.0f} tokens over {batch.parallel.devices} devices, before the update"
+    return _estimate(forward_seconds(batch, products.value, assumed["expert_share"].value), how, [products], used)
+
+
+def _training(plan: Plan, role: TrainerPlan, assumed: Assumptions) -> Iterator[Part]:
+    """The passes of a trained role; those of another one than the actor have its name."""
+    needs, batch = plan.needs, _batch(plan, role, assumed)
+    products, devices = _products(plan, role.pool, assumed, "trainer_share"), _devices(plan, role)
+    of = "" if role is plan.actor else f" of {role.role}"
+    passes = needs.log_prob_passes if role is plan.actor else 0
+    for part in _passes(batch, products, assumed, log_probs=passes):
+        yield replace(part, name=part.name + of, devices=devices)
+    if role.request.parallel.devices > 1:
+        estimate = _exchange(plan, batch, _link(plan, role), assumed, passes)
+        yield Part(f"between ranks{of}", TRAINER, estimate, devices)
 
 
 def _passes(batch: Trained, products: _Rate, assumed: Assumptions, *, log_probs: int) -> Iterator[Part]:
@@ -219,15 +268,15 @@ def _passes(batch: Trained, products: _Rate, assumed: Assumptions, *, log_probs:
     if log_probs:
         how = f"{log_probs} forward pass over {work}, before the update"
         yield Part("log-probs", TRAINER, _estimate(log_probs * once, how, [products], used))
-    yield Part("forward", TRAINER, _estimate(once, f"{work} at {products.value:.3g} FLOP/s each", [products], used))
+    yield Part("forward", TRAINER, _estimate(once, f"{work} at {decimal(products.value, 'FLOP/s')} each", [products], used))
     again = "" if batch.recompute == "none" else f", recomputing {batch.recompute}"
     yield Part("backward", TRAINER, _estimate(back, f"twice the forward pass{again}", [products], used))
 
 
-def _exchange(plan: Plan, batch: Trained, link: _Rate, assumed: Assumptions) -> Estimate:
+def _exchange(plan: Plan, batch: Trained, link: _Rate, assumed: Assumptions, log_probs: int) -> Estimate:
     """Gradients and parameters of every update, and what experts and tensor parallelism send in every pass."""
     needs, full = plan.needs, plan.recompute == "full"
-    passes = 2 + needs.log_prob_passes + full
+    passes = 2 + log_probs + full
     gradients = needs.updates_per_step * gradient_bytes(batch.model, batch.parallel, batch.width)
     inside = expert_bytes(batch, passes) + reduction_bytes(batch, passes)
     if gradients + inside == 0:
@@ -239,7 +288,7 @@ def _exchange(plan: Plan, batch: Trained, link: _Rate, assumed: Assumptions) -> 
         f"{gradients / 1e9:.3g} GB of gradients and parameters, {inside / 1e9:.3g} GB inside {passes} passes, none of it hidden"
     )
     used = _of(assumed, "prompt_tokens", "response_tokens")
-    return _estimate((gradients + inside) / link.value, f"{how}, at {link.value:.3g} bytes/s", [link], used)
+    return _estimate((gradients + inside) / link.value, f"{how}, at {decimal(link.value, 'B/s')}", [link], used)
 
 
 # ---- between

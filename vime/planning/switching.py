@@ -28,6 +28,10 @@ def switches(plan: Plan) -> list[tuple[str, Estimate]]:
 
 
 def _leavers(plan: Plan) -> Iterator[tuple[str, str, MemoryBackend | NullMemory | EngineSleep]]:
-    yield plan.actor.request.role, plan.actor.pool, plan.actor.memory
-    if plan.engines:
+    """The roles on the actor's devices: each leaves them once a step, and comes back once."""
+    yield plan.actor.role, plan.actor.pool, plan.actor.memory
+    for other in plan.others:
+        if plan.shares_actor(other):
+            yield other.role, other.pool, other.memory
+    if plan.engines and plan.shared:
         yield plan.engines[0].request.role, plan.engines[0].pool, plan.engines[0].sleep

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vime.facts.inventory import NodeInventory
 from vime.facts.perf import PerfTable, Provenance
 from vime.facts.transports import TransferCost
+from vime.planning.units import decimal
 
 _UNKNOWN = "unknown"
 _TRUST = ("measured", "derived", "spec", "nominal", "assumed", "yours", _UNKNOWN)
@@ -44,7 +45,7 @@ def loading(num_bytes: int, perf: PerfTable, *, in_place: bool) -> Estimate:
         return NOT_COUNTED
     start = fixed.value or 0.0
     told = [str(quantity.provenance) for quantity in (rate, fixed) if quantity.value]
-    how = f"the engine's own {start:g} s + {num_bytes} bytes / {rate.value:g} bytes/s"
+    how = f"the engine's own {start:g} s + {decimal(num_bytes, 'B')} / {decimal(rate.value, 'B/s')}"
     return Estimate(start + num_bytes / rate.value, least_certain(told), how)
 
 
@@ -60,7 +61,7 @@ def transfer(
         side = "trainer" if not trainer.bytes_per_s else "engine"
         return Estimate(None, _UNKNOWN, f"the {side} side's rate is unknown")
     rate = min(trainer.bytes_per_s, engine.bytes_per_s)
-    how = f"{fixed:g} s + {chunks} x {per_chunk:g} s + {num_bytes} bytes / {rate:g} bytes/s"
+    how = f"{fixed:g} s + {chunks} x {per_chunk:g} s + {decimal(num_bytes, 'B')} / {decimal(rate, 'B/s')}"
     seconds = fixed + chunks * per_chunk + num_bytes / rate + (load.seconds or 0.0)
     return Estimate(seconds, provenance, f"{how} + {load.how}" if load.how else how)
 
@@ -78,10 +79,12 @@ def switch(num_bytes: int, perf: PerfTable, node: NodeInventory) -> Estimate:
     if not link.value:
         return Estimate(None, _UNKNOWN, "the host link's rate is unknown")
     if not memory.value:
-        return Estimate(num_bytes / link.value, str(link.provenance), f"{num_bytes} bytes / {link.value:g} bytes/s")
+        how = f"{decimal(num_bytes, 'B')} / {decimal(link.value, 'B/s')}"
+        return Estimate(num_bytes / link.value, str(link.provenance), how)
     busy = _devices_per_memory_node(node)
     rate = min(link.value, memory.value / busy)
-    how = f"{num_bytes} bytes / min({link.value:g}, {memory.value:g} / {busy} devices of one memory node) bytes/s"
+    shared = f"{decimal(memory.value, 'B/s')} / {busy} devices of one memory node"
+    how = f"{decimal(num_bytes, 'B')} / min({decimal(link.value, 'B/s')}, {shared})"
     return Estimate(num_bytes / rate, least_certain((str(link.provenance), str(memory.provenance))), how)
 
 

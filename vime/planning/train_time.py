@@ -49,13 +49,13 @@ def _dense(batch: Trained, expert_share: float) -> float:
 
 def _attention(batch: Trained) -> float:
     model = batch.model
-    return 2 * model.layers * model.heads * model.head_dim * batch.sequences * batch.lengths.squared
+    return model.layers * model.heads * (model.head_dim + model.value_dim) * batch.sequences * batch.lengths.squared
 
 
 def expert_bytes(batch: Trained, passes: float) -> float:
     """What a rank sends in `passes` over the layers: every token to the experts of other ranks, and its answer back."""
     ranks, model = batch.parallel.ep, batch.model
-    each = 2 * model.layers * model.experts_per_token * model.hidden * batch.width * (ranks - 1) / ranks
+    each = 2 * model.expert_layers * model.experts_per_token * model.hidden * batch.width * (ranks - 1) / ranks
     return passes * batch.tokens / batch.parallel.devices * each
 
 

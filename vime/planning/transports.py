@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vime.errors import PlanError
 from vime.facts.inventory import NodeInventory, Tri
 from vime.facts.process import Slot
-from vime.facts.transports import Edge, Relation, TransportOffer
+from vime.facts.transports import Edge, Hosts, Relation, TransportOffer
 from vime.planning.plan import Rejection, TransportPlan
 from vime.planning.time import NOT_COUNTED, Estimate, transfer
 
@@ -47,16 +47,24 @@ def relation(trainer: End, engine: End) -> Relation:
     """How near the two ends are at their farthest pair."""
     if trainer.pool == engine.pool and set(engine.slots) <= set(trainer.slots):
         return Relation.SAME_DEVICE
-    used = {_identity(end, slot) for end in (trainer, engine) for slot in end.slots}
-    if len(used) == 1:
+    if len(_machines(trainer, trainer.slots) | _machines(engine, engine.slots)) == 1:
         return Relation.SAME_NODE
     domains = {_domain(end.nodes[slot.node]) for end in (trainer, engine) for slot in end.slots}
     return Relation.SAME_DOMAIN if len(domains) == 1 and None not in domains else Relation.NETWORK
 
 
-def _identity(end: End, slot: Slot) -> tuple[str, str]:
-    """Nodes of two pools are one machine when they have one host name."""
-    return (end.nodes[slot.node].hostname, end.nodes[slot.node].platform)
+def hosts(trainer: End, engine: End, engines: Sequence[Sequence[Slot]]) -> Hosts:
+    """Which machines the two ends span. `engines` are the slots of each engine, `engine` is the end of all of them."""
+    beside = _machines(trainer, trainer.slots)
+    places = [_machines(engine, slots) for slots in engines]
+    if any(len(place) > 1 or not place <= beside for place in places):
+        return Hosts.APART
+    return Hosts.ONE if len(beside.union(*places)) == 1 else Hosts.EACH
+
+
+def _machines(end: End, slots: Sequence[Slot]) -> set[str]:
+    """Host names. Nodes of two pools are one machine when they have one, also where two platforms look at it."""
+    return {end.nodes[slot.node].hostname for slot in slots}
 
 
 def _domain(node: NodeInventory) -> tuple[str, str] | None:

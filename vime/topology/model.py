@@ -81,6 +81,7 @@ class Axes(Section):
     ep: Size = Field(default=1, description="Expert parallel.")
     etp: Size = Field(default=1, description="Tensor parallel inside an expert.")
     dp: Size | None = Field(default=None, description="Data parallel; null: what the devices leave.")
+    vpp: Size = Field(default=1, description="Train only: virtual pipeline, the pieces of a stage on each rank; needs pp.")
 
 
 class EngineGroup(Section):

@@ -100,7 +100,7 @@ def _resolve_train(name: str, role: Role, tree: Node) -> ResolvedRole:
     devices = role.devices if isinstance(role.devices, int) else (least if role.devices else replica * (axes.dp or 1))
     if devices <= MAX_DEVICES:
         _check_train(name, axes, devices, tree)
-    parallel = Parallel(axes.tp, axes.pp, axes.cp, axes.ep, axes.etp, devices // replica)
+    parallel = Parallel(axes.tp, axes.pp, axes.cp, axes.ep, axes.etp, devices // replica, axes.vpp)
     return ResolvedRole(name, "train", "", parallel, 1, devices, trained, task=task)
 
 
@@ -116,6 +116,9 @@ def _check_train(name: str, axes: Axes, devices: int, tree: Node) -> None:
         text = f"{devices} devices / ({product}) leave dp {devices // replica}, but dp {axes.dp} is written"
         fix = f"remove dp, or use {replica * axes.dp} devices"
         raise rule_error("E202", f"{path}.parallel.dp", text, where=place_of(tree, "roles", name, "parallel", "dp"), fix=fix)
+    if axes.vpp > 1 and axes.pp == 1:
+        text, where = f"vpp {axes.vpp} cuts pipeline stages, but pp is 1", place_of(tree, "roles", name, "parallel", "vpp")
+        raise rule_error("E103", f"{path}.parallel.vpp", text, where=where, fix="remove vpp, or use pp 2 or more")
     beside, experts = devices // axes.pp, axes.ep * axes.etp
     if beside % experts:
         text = f"ep {axes.ep} x etp {axes.etp} = {experts} does not divide {devices} devices / pp {axes.pp} = {beside}"
@@ -168,7 +171,7 @@ def _kinds(name: str, role: Role, tree: Node) -> tuple[tuple[int, Parallel], ...
 def _engine_axes(name: str, at: tuple[str | int, ...], axes: Axes, tree: Node) -> Parallel:
     """The axes of one engine. Raises E103 for an axis that engines lack, E203 for experts over a part of it."""
     path, dp = f"roles.{name}.{'.'.join(map(str, at))}", axes.dp or 1
-    for axis in ("cp", "etp"):
+    for axis in ("cp", "etp", "vpp"):
         if getattr(axes, axis) != 1:
             where = place_of(tree, "roles", name, *at, axis)
             raise rule_error("E103", f"{path}.{axis}", f"an engine has no {axis} axis", where=where, fix="remove it")

@@ -32,6 +32,7 @@ RULES: Mapping[str, str] = {
     "E211": "a written size is not what the hardware has",
     "E212": "a training role would sit on a part of a device",
     "E213": "a role would sit on a device that is not healthy",
+    "E214": "a pool's platform lacks the type of the run",
     "E221": "a group crosses segments, or segments are not whole, where the pool is strict",
     "E231": "roles share devices, cannot leave them, and do not fit together",
     "E232": "roles of different platforms share devices",
@@ -51,9 +52,11 @@ RULES: Mapping[str, str] = {
 
 NOTES: Mapping[str, str] = {
     "W222": "a group crosses segments, or segments are not whole, where the pool only prefers them",
+    "W223": "a communicator holds more ranks of a fabric domain than its platform knows to work",
     "W253": "device memory is nearly full",
     "W281": "the plan was made from nominal devices",
     "W291": "the machines may not be joined as the pool says, or have different drivers",
+    "W302": "rollout workers are too few or too many for what they drive",
 }
 """Ids of notes: what a plan says and goes on."""
 
@@ -219,10 +222,15 @@ def _check_role_model(role: ResolvedRole, model: ModelShape, tree: Node) -> Iter
         splits.append(("tp", axes.tp, "key-value heads", model.kv_heads))
     elif axes.tp % model.kv_heads and model.heads % axes.tp == 0:
         yield _not_split(role, "tp", f"tp {axes.tp} is not a multiple of {model.kv_heads} key-value heads", model.heads, tree)
-    if model.ffn and not model.experts:
+    if model.ffn:
         splits.append(("tp", axes.tp, "feed-forward width", model.ffn))
     if role.kind == "train":
+        if (latent := model.latent) is not None:
+            splits.append(("tp", axes.tp, "entries of the compressed key", latent.kv_rank + latent.rotary))
+            splits.append(("tp", axes.tp, "entries of the compressed query", latent.q_rank))
         splits.append(("pp", axes.pp, "layers", model.layers))
+        if axes.vpp > 1 and model.layers % axes.pp == 0:
+            splits.append(("vpp", axes.vpp, "layers of a pipeline stage", model.layers // axes.pp))
     elif axes.pp > model.layers:
         yield _not_split(role, "pp", f"pp {axes.pp} is more than {model.layers} layers", model.layers, tree)
     if axes.ep > 1 and not model.experts:

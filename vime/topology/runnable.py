@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from vime.errors import PlanError, VimeError
@@ -20,30 +21,54 @@ class Loaded(Protocol):
     def where(self, *path: str | int) -> str: ...
 
 
-_PLANNED = "vime plans one trained role and one set of engines that it starts itself"
-_TASKS = {
-    "actor": ("a second actor", "remove the role {name}, or start a run of its own for it"),
-    "critic": ("a critic", "remove the role {name}, and choose an algorithm without a critic (algorithm.kind grpo)"),
-    "reference": ("a reference", "remove the role {name}, and choose an algorithm that needs no reference"),
-    "teacher": ("a teacher", "remove the role {name}, and put the teacher's answers into the data (algorithm.kind sft)"),
-}
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the algorithm asks of a topology: engines to sample with, and which tasks beside the actor's (`critic`, ...)."""
+
+    samples: bool = True
+    uses: frozenset[str] = frozenset()
 
 
-def runnable_roles(loaded: Loaded, *, samples: bool) -> tuple[ResolvedRole, ResolvedRole | None]:
-    """The one training role and the one set of engines that a run starts. `samples`: the algorithm needs engines.
+@dataclass(frozen=True, slots=True)
+class RunRoles:
+    """The roles that a run starts; `others` are its critic, reference and teacher, in the order of the file."""
 
-    Raises PlanError E301 for the first role that a run cannot start, and for one that is missing.
+    actor: ResolvedRole
+    others: tuple[ResolvedRole, ...]
+    rollout: ResolvedRole | None
+
+    @property
+    def all(self) -> tuple[ResolvedRole, ...]:
+        """The actor, the other training roles, the engines."""
+        return (self.actor, *self.others, *([] if self.rollout is None else [self.rollout]))
+
+
+BESIDE = {"critic": "critic", "reference": "ref", "teacher": "teacher"}
+"""Tasks beside the actor's, and what a role of each is usually called."""
+
+_USED_BY = {"critic": "algorithm.kind ppo", "reference": "algorithm.kl.coef above 0", "teacher": "algorithm.kind distill"}
+"""The settings that make an algorithm use a task."""
+
+
+def runnable_roles(loaded: Loaded, asked: Asked) -> RunRoles:
+    """The roles that a run starts.
+
+    Raises PlanError E301 for the first role that a run cannot start, for one that is missing, and for one that nobody uses.
     """
     for name, text, fix in _beyond(loaded.roles):
-        raise _refused(loaded, f"roles.{name}: {_PLANNED}; {text}", ("roles", name), fix)
+        raise _refused(loaded, f"roles.{name}: {text}", ("roles", name), fix)
     trains = [role for role in loaded.roles if role.kind == "train"]
+    actors = [role for role in trains if role.task == "actor"]
     rollouts = [role for role in loaded.roles if role.kind == "rollout"]
-    if not trains:
+    if not actors:
         raise _refused(loaded, "no role is trained", ("roles",), "add `actor: {kind: train}`")
-    if not rollouts and samples:
+    if not rollouts and asked.samples:
         fix = "add `rollout: {kind: rollout}`, or choose algorithm.kind sft"
         raise _refused(loaded, "no rollout role, but the algorithm samples", ("roles",), fix)
-    return trains[0], rollouts[0] if rollouts else None
+    others = tuple(role for role in trains if role.task != "actor")
+    _check_used(loaded, actors[0], others, asked.uses)
+    _check_shares(loaded, actors[0])
+    return RunRoles(actors[0], others, rollouts[0] if rollouts else None)
 
 
 def check_pools(loaded: Loaded) -> list[VimeError]:
@@ -60,26 +85,77 @@ def check_pools(loaded: Loaded) -> list[VimeError]:
     return errors
 
 
-def _refused(loaded: Loaded, text: str, path: tuple[str, ...], fix: str) -> PlanError:
+def _refused(loaded: Loaded, text: str, path: tuple[str | int, ...], fix: str) -> PlanError:
     return PlanError(f"E301 {text}", where=loaded.where(*path), fix=fix)
 
 
+# ---- training roles beside the actor
+
+
+def _check_used(loaded: Loaded, actor: ResolvedRole, others: Sequence[ResolvedRole], uses: frozenset[str]) -> None:
+    """Raises for a task that the algorithm needs and no role has, and for a role whose task it does not need."""
+    for task in (task for task in BESIDE if task in uses and task not in {role.task for role in others}):
+        text = f"the algorithm needs a {task} ({_USED_BY[task]}), but no role is one"
+        raise _refused(loaded, text, ("roles",), _lines_to_add(loaded, actor, BESIDE[task]))
+    for role in (role for role in others if role.task not in uses):
+        text = f"roles.{role.name}: the algorithm uses no {role.task}, so its devices would do nothing"
+        fix = f"remove the role {role.name}, or choose {_USED_BY[role.task]}"
+        raise _refused(loaded, text, ("roles", role.name), fix)
+
+
+def _lines_to_add(loaded: Loaded, actor: ResolvedRole, name: str) -> str:
+    """The lines that put a role on the actor's devices."""
+    role = f"add `{name}: {{kind: train, like: {actor.name}}}` to roles"
+    for index, share in enumerate(loaded.topology.share):
+        if actor.name in share.roles:
+            at = share.roles.index(actor.name) + 1
+            listed = ", ".join((*share.roles[:at], name, *share.roles[at:]))
+            return f"{role}, and write `roles: [{listed}]` in share.{index}"
+    more = f"{actor.devices} more devices in pool {actor.pool}" if actor.part is None else "devices of its own"
+    return f"{role}, and `share: [{{roles: [{actor.name}, {name}]}}]`; without share it needs {more}"
+
+
+def _check_shares(loaded: Loaded, actor: ResolvedRole) -> None:
+    """Raises for roles that share devices without the actor: nothing plans their turns."""
+    for index, share in enumerate(loaded.topology.share):
+        if actor.name not in share.roles:
+            who = " and ".join(share.roles)
+            text = f"share.{index}: {who} share devices without the actor, but turns are taken on its devices alone"
+            fix = f"name {actor.name} in it, or remove it and give each role devices of its own"
+            raise _refused(loaded, text, ("share", index), fix)
+
+
+# ---- what no run starts
+
+_STARTED = (
+    "vime pauses and updates an engine through its gate and its half of the weight transport, and vLLM takes both only when it"
+    " starts (--middleware, --weight-transfer-config), with a key of this run"
+)
+_SPLIT = (
+    "between its two stages a request runs on neither engine, so an update does not wait for it and its cache would be of other"
+    " weights than its tokens; and of a request for several samples vLLM hands on the cache of one"
+)
+_ONE_SIZE = "cache, transport and decode rate are planned once, for all engines behind the router"
+
+
 def _beyond(roles: tuple[ResolvedRole, ...]) -> Iterator[tuple[str, str, str]]:
-    """(role, what it is, the next step) for every role that a run does not start."""
-    actors = [role.name for role in roles if role.kind == "train" and role.task == "actor"]
-    for role in roles:
-        if role.kind == "train" and role.name not in actors[:1]:
-            what, fix = _TASKS[role.task]
-            yield role.name, f"this is {what}", fix.format(name=role.name)
+    """(role, why not, the next step) for every role that a run does not start."""
+    first: dict[str, str] = {}
+    for role in (role for role in roles if role.kind == "train"):
+        if role.task in first:
+            fix = f"remove the role {role.name}" + (", or start a run of its own for it" if role.task == "actor" else "")
+            yield role.name, f"a run has one {role.task}, and {first[role.task]} is it", fix
+        first.setdefault(role.task, role.name)
     rollouts = [role for role in roles if role.kind == "rollout"]
     for index, role in enumerate(rollouts):
         if role.endpoints:
             fix = "remove `endpoints` and give the role a pool: vime then starts the engines"
-            yield role.name, "these engines run already", fix
+            yield role.name, f"these engines run already; {_STARTED}", fix
         elif role.stage is not None:
-            yield role.name, f"these are engines for {role.stage} alone", "use one rollout role without `stage`"
+            yield role.name, f"these are engines for {role.stage} alone; {_SPLIT}", "write one rollout role without `stage`"
         elif role.groups:
-            yield role.name, f"its engines differ: {role.told}", "write one number of `engines` of one size"
+            fix = "write one number of `engines` of one size"
+            yield role.name, f"its engines differ: {role.told}; {_ONE_SIZE}", fix
         elif index:
             fix = f"remove the role {role.name}, and give {rollouts[0].name} more engines"
-            yield role.name, "this is a second set of engines", fix
+            yield role.name, f"this is a second set of engines beside {rollouts[0].name}; {_ONE_SIZE}", fix

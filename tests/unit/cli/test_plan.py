@@ -68,9 +68,13 @@ def test_in_words(vime: Vime, run_file: str) -> None:
         "memory per device",
         "chosen    host_shm",
         "rejected  disk",
-        "hooks asked",
+        "answers of platforms and 4 rates: `vime plan CONFIG --verbose` prints them",
     ):
         assert part in done.stdout
+    told = vime("plan", run_file, "--verbose").stdout
+    assert "hooks asked" in told
+    assert "cpu.memory_backend(actor)" in told
+    assert "  host.host_link: " in told
 
 
 def test_as_json(vime: Vime, run_file: str) -> None:

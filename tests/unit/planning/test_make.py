@@ -225,7 +225,10 @@ def test_the_transport_follows_the_relation_and_the_wishes() -> None:
     assert apart.transport is not None
     assert apart.transport.protocol == "collective"
     first = apart.transport.rejected[0]
-    assert (first.protocol, first.reason) == ("device_ipc", "trainer and engine must be on the same devices")
+    assert (first.protocol, first.reason) == (
+        "device_ipc",
+        "trainer and engine must be on the same devices, each engine on one host",
+    )
     edge = {"from": "actor", "to": "rollout", "forbid": ["collective"], "buffer": "1MiB"}
     wished = plan_of(topology(share=None, sync=[edge]))
     assert wished.transport is not None
@@ -277,7 +280,7 @@ def test_platforms_that_are_not_there() -> None:
 
 def test_a_dtype_that_a_side_lacks() -> None:
     error = error_of(topology(), needs=replace(BOUNDED, dtype="float16"))
-    assert error.what == "pool p (acme) has no float16"
+    assert error.what == "E214 pools.p: acme has no float16 (model.dtype)"
     assert error.fix == "set model.dtype to one of bfloat16, float32"
 
 
@@ -288,13 +291,17 @@ def test_a_device_that_a_platform_does_not_know() -> None:
 
 
 @pytest.mark.parametrize(
-    "role",
-    [{"kind": "train", "devices": 1}, {"kind": "train", "optimizer": False}, {"kind": "rollout"}],
+    ("role", "text"),
+    [
+        ({"kind": "train", "devices": 1}, "a run has one actor, and actor is it"),
+        ({"kind": "train", "optimizer": False}, "the algorithm uses no reference"),
+        ({"kind": "rollout"}, "this is a second set of engines beside rollout"),
+    ],
 )
-def test_roles_beyond_one_actor_and_its_engines_are_refused(role: dict[str, Any]) -> None:
+def test_roles_that_a_run_does_not_start_are_refused(role: dict[str, Any], text: str) -> None:
     source = topology(share=None)
     source["roles"]["more"] = role
-    assert "roles.more: vime plans one trained role and one set of engines" in error_of(source).what
+    assert f"E301 roles.more: {text}" in error_of(source).what
 
 
 def test_engines_that_do_not_fit_between_nodes() -> None:
@@ -310,7 +317,8 @@ def test_engines_that_do_not_fit_between_nodes() -> None:
 
 
 def test_the_plan_in_words() -> None:
-    text = explain_text(plan_of(topology()))
+    plan = plan_of(topology())
+    text = explain_text(plan)
     for part in (
         "made: qwen3, 8,000,000,000 parameters, bfloat16; shared by time, park",
         "actor      p-0[0-7]  dp 8",
@@ -318,16 +326,20 @@ def test_the_plan_in_words() -> None:
         "optimizer 11.18 GiB",
         "chosen    device_ipc: about 0.149 s (spec)",
         "rejected  collective: slower here",
-        "actor: about 0.56 s (spec) each way (28000000000 bytes / 5e+10 bytes/s)",
+        "actor: about 0.56 s (spec) each way (28 GB / 50 GB/s)",
         "grads        leaves the device    dropped, zeros later",
         "the first parking takes longer",
         "recompute full, yours (trainer.recompute)",
         "how the memory was found",
         "2 buffers x 536870912 of device_ipc",
-        "acme.perf_model(p-0)",
+        "answers of platforms and 1 rates: `vime plan CONFIG --verbose` prints them",
         "note: W281",
     ):
         assert part in text
+    told = explain_text(plan, verbose=True)
+    for part in ("hooks asked", "acme.perf_model(p-0)", "p.host_link: 50 GB/s, spec (data sheet)"):
+        assert part in told
+        assert part not in text
 
 
 def test_the_plan_as_json() -> None:

@@ -8,7 +8,6 @@ from vime.errors import PlacementError, PlanError
 from vime.facts.bindings import RayBinding
 from vime.facts.inventory import Device, NodeInventory
 from vime.planning.masks import (
-    bundle_order,
     by_host,
     check_untouched,
     in_device_order,
@@ -114,4 +113,3 @@ def test_orders_are_by_number() -> None:
     assert sorted(hosts, key=by_host) == ["10.0.0.2", "10.0.0.10", "node-9", "node-10"]
     assert in_device_order(["0", "1", "10", "11", "2"]) == ("0", "1", "2", "10", "11")
     assert in_device_order(["GPU-b", "GPU-a"]) == ("GPU-b", "GPU-a")
-    assert bundle_order(["10.0.0.10", "10.0.0.2", "10.0.0.10", "10.0.0.2"]) == (1, 3, 0, 2)

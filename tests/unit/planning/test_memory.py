@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from vime.facts.memory import EngineSleep, NullMemory, Tag
 from vime.facts.process import Parallel
-from vime.planning import memory
 from vime.planning.amounts import Amount, Beside
-from vime.planning.memory import Occupant, PoolSpace, check_memory, in_units, parked_bytes, plan_memory, room_for_cache
-from vime.testing.platforms import FREED, GIB, STAYS, FakePlatform
+from vime.planning.memory import (
+    Occupant,
+    PoolSpace,
+    check_memory,
+    parked_bytes,
+    phases_of,
+    plan_memory,
+    room_for_cache,
+    turns_of,
+)
+from vime.testing.platforms import FREED, STAYS, FakePlatform
 from vime.topology.rules import ResolvedRole
 
 # ---- phases
@@ -35,15 +41,17 @@ def pair(
     node = FakePlatform(memory_bytes=1000, node_memory_bytes=1000, virtual=virtual).node(devices=2)
     space = PoolSpace("p", (node,), 0, None, "t.yaml:3")
     other = group if group == "g" else "own"
+    turns = turns_of([(ACTOR, "g"), (ROLLOUT, other)])
     return space, [
-        Occupant(ACTOR, "g", HELD, FAKE.backend, parks, (0,)),
-        Occupant(ROLLOUT, other, SERVED, sleep, parks, (0,)),
+        Occupant(ACTOR, "g", HELD, FAKE.backend, parks, (0,), turns["actor"]),
+        Occupant(ROLLOUT, other, SERVED, sleep, parks, (0,), turns["rollout"]),
     ]
 
 
 def phases(space: PoolSpace, occupants: list[Occupant]) -> list[int]:
     plan = plan_memory([space], occupants, published_bytes=0)
-    return [plan.phase_bytes("p", phase) for phase in memory.PHASES]
+    assert plan.phases == ("serving", "training", "updating")
+    return [plan.phase_bytes("p", phase) for phase in plan.phases]
 
 
 def test_resident_roles_stay_in_every_phase() -> None:
@@ -57,6 +65,75 @@ def test_parked_roles_leave_and_meet_only_while_updating() -> None:
 def test_what_an_engine_cannot_free_stays() -> None:
     pause_only = EngineSleep(0, {Tag.ENGINE_WEIGHTS: STAYS, Tag.KV: STAYS})
     assert phases(*pair(parks=True, sleep=pause_only)) == [48, 15 + 48, 1 + 48]
+
+
+TEAM = {
+    "ref": ((Amount(Tag.PARAMS, 1000, ""), Amount(Tag.ACTIVATIONS, 2000, "", scoring=True)), "reference"),
+    "critic": (
+        (
+            *(Amount(tag, size, "") for tag, size in ((Tag.PARAMS, 100), (Tag.GRADS, 200), (Tag.OPTIMIZER, 400))),
+            Amount(Tag.ACTIVATIONS, 800, ""),
+            Amount(Tag.ACTIVATIONS, 50, "", scoring=True),
+        ),
+        "critic",
+    ),
+}
+
+
+def team(*, parks: bool, groups: dict[str, str]) -> tuple[PoolSpace, list[Occupant]]:
+    """The pair, a reference and a critic; `groups` says on which devices those are."""
+    space, (actor, rollout) = pair(parks=parks)
+    more = [(name, held, replace(ACTOR, name=name, task=task)) for name, (held, task) in TEAM.items()]
+    turns = turns_of([(ACTOR, "g"), *((role, groups[name]) for name, _, role in more), (ROLLOUT, "g")])
+    others = [
+        Occupant(role, groups[name], held, FAKE.backend, parks and groups[name] == "g", (0,), turns[name])
+        for name, held, role in more
+    ]
+    here = [replace(actor, turns=turns["actor"]), *others, replace(rollout, turns=turns["rollout"])]
+    return replace(space, nodes=(FakePlatform(memory_bytes=10_000, node_memory_bytes=10_000).node(devices=2),)), here
+
+
+def test_training_roles_on_the_same_devices_take_turns() -> None:
+    space, occupants = team(parks=True, groups={"ref": "g", "critic": "g"})
+    plan = plan_memory([space], occupants, published_bytes=0)
+    found = {phase: plan.phase_bytes("p", phase) for phase in plan.phases}
+    assert found == {
+        "serving": 48,
+        "scoring ref": 1000 + 2000,
+        "scoring critic": 100 + 50,
+        "training critic": 100 + 200 + 400 + 800,
+        "training": 15,
+        "updating": 1 + 16,
+    }
+    assert plan.host_bytes_per_node == 5 + 48 + 1000 + 500
+
+
+def test_training_roles_that_stay_are_added_up() -> None:
+    space, occupants = team(parks=False, groups={"ref": "g", "critic": "g"})
+    plan, stay = plan_memory([space], occupants, published_bytes=0), 7 + 1000 + 700 + 48
+    assert [plan.phase_bytes("p", phase) - stay for phase in plan.phases] == [0, 2000, 50, 800, 8, 0]
+
+
+def test_training_roles_on_devices_of_their_own_work_side_by_side() -> None:
+    space, occupants = team(parks=True, groups={"ref": "r", "critic": "c"})
+    plan = plan_memory([space], occupants, published_bytes=0)
+    assert plan.phases == ("serving", "scoring", "training", "updating")
+    assert [plan.phase_bytes("p", phase) for phase in plan.phases] == [1000, 3000, 700 + 800, 1000]
+    mixed = team(parks=True, groups={"ref": "g", "critic": "c"})[1]
+    assert phases_of(mixed) == ("serving", "scoring ref", "training", "updating")
+    assert next(o for o in mixed if o.role.name == "critic").turns == {"scoring ref": "scoring", "training": "training"}
+
+
+def test_a_host_adds_up_who_works_side_by_side() -> None:
+    """Its slots are one memory: what is parked stays in it, and roles with slots of their own work at once."""
+    space, occupants = team(parks=False, groups={"ref": "r", "critic": "c"})
+    node = FakePlatform(memory_bytes=10, node_memory_bytes=2562, virtual=True).node(devices=2)
+    here = [replace(occupant, nodes=(0,)) for occupant in occupants]
+    errors, _ = check(replace(space, nodes=(node,)), here)
+    assert [error.removeprefix("t.yaml:3: E251 pools.p: ") for error in errors] == [
+        "scoring needs actor 7 B + ref 2.93 KiB + critic 750 B + rollout 48 B = 3.72 KiB of 2.50 KiB",
+        "training needs actor 15 B + ref 1000 B + critic 1.46 KiB + rollout 48 B = 2.50 KiB of 2.50 KiB",
+    ]
 
 
 def test_roles_on_devices_of_their_own_are_not_added_up() -> None:
@@ -129,11 +206,3 @@ def test_slots_of_a_host_share_its_memory() -> None:
     assert check(replace(space, nodes=(tight,)), occupants)[0] == [
         "t.yaml:3: E251 pools.p: training needs actor 15 B + rollout 48 B = 63 B of 62 B"
     ]
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(17, "17 B"), (1536, "1.50 KiB"), (512 * 2**20, "512 MiB"), (3 * GIB, "3.00 GiB"), (2 * 1024 * GIB, "2.00 TiB")],
-)
-def test_units(size: int, text: str) -> None:
-    assert in_units(size) == text

@@ -11,11 +11,14 @@ from vime.facts.capabilities import Capabilities
 from vime.facts.inventory import FabricDomain, NodeInventory, Tri
 from vime.facts.perf import PerfTable, Provenance, Quantity
 from vime.facts.process import Factory, Parallel, RoleKind, RolePlacement, RoleRequest, Slot
-from vime.facts.transports import Edge, Precondition, Relation, Side, TransferCost, TransportOffer
+from vime.facts.transports import Edge, Hosts, Precondition, Relation, Side, TransferCost, TransportOffer
+from vime.planning.make import make_plan
+from vime.planning.needs import PlanNeeds
 from vime.planning.plan import TransportPlan
 from vime.planning.time import least_certain, switch, transfer
-from vime.planning.transports import End, Wishes, choose, relation
-from vime.testing.platforms import FakePlatform
+from vime.planning.transports import End, Wishes, choose, hosts, relation
+from vime.testing.platforms import TINY_MODEL, FakePlatform
+from vime.topology.load import load_topology
 
 NODE = FakePlatform().node("n0")
 
@@ -122,6 +125,71 @@ def test_relations() -> None:
     assert relation(end("p", a0, nodes=two), end("p", a1, b0, nodes=two)) is Relation.NETWORK
     assert relation(end("p", a0), end("q", a0)) is Relation.SAME_NODE
     assert relation(end("p", a0), end("q", a0, nodes=(two[1],))) is Relation.NETWORK
+
+
+def test_two_platforms_on_one_machine_are_on_one_node() -> None:
+    """A machine is known by its name, whoever looks at it; that the devices are others keeps the relation from being nearer."""
+    other = replace(FakePlatform(name="other").node("n0"), virtual=True)
+    ends = end("p", Slot(0, 0)), end("q", Slot(0, 0), nodes=(other,))
+    assert relation(*ends) is Relation.SAME_NODE
+    assert hosts(*ends, [ends[1].slots]) is Hosts.ONE
+    away = replace(other, hostname="n1")
+    apart = ends[0], end("q", Slot(0, 0), nodes=(away,))
+    assert relation(*apart) is Relation.NETWORK
+    assert hosts(*apart, [apart[1].slots]) is Hosts.APART
+
+
+def test_on_which_hosts_an_edge_is() -> None:
+    """Engines of two devices on nodes of two; ranks on some."""
+    nodes = tuple(FakePlatform().node(f"n{i}", devices=2) for i in range(3))
+
+    def at(ranks: list[Slot], *engines: tuple[Slot, ...]) -> Hosts:
+        trainer = end("p", *ranks, nodes=nodes)
+        return hosts(trainer, end("p", *(slot for one in engines for slot in one), nodes=nodes), engines)
+
+    a, b, c = ((Slot(n, 0), Slot(n, 1)) for n in range(3))
+    assert at([*a], a) is Hosts.ONE
+    assert at([a[0]], (a[1],)) is Hosts.ONE
+    assert at([*a, *b], a, b) is Hosts.EACH
+    assert at([a[0], b[0]], (a[1],), (b[1],)) is Hosts.EACH
+    assert at([*a, *b], a) is Hosts.EACH, "the ranks alone are on two"
+    assert at([*a, *b], a, c) is Hosts.APART
+    assert at([*a], b) is Hosts.APART
+    assert at([*a, *b], (a[0], b[0])) is Hosts.APART, "one engine on two"
+
+
+@pytest.mark.parametrize(
+    ("share", "rollout", "protocol"),
+    [
+        (True, {"engines": 4, "parallel": {"tp": 4}}, "device_ipc"),
+        (True, {"engines": 1, "parallel": {"tp": 4, "pp": 4}}, "collective"),
+        (False, {"engines": 4, "parallel": {"tp": 4}}, "collective"),
+    ],
+    ids=["each engine on one host", "an engine on both hosts", "engines on hosts of their own"],
+)
+def test_what_passes_memory_of_a_host_is_planned_where_every_engine_has_a_rank_on_its_own(
+    share: bool, rollout: dict[str, object], protocol: str
+) -> None:
+    source: dict[str, object] = {
+        "name": "hosts",
+        "pools": {"p": {"platform": "acme", "nodes": 2 if share else 4, "devices_per_node": 8}},
+        "roles": {"actor": {"kind": "train", "devices": 16}, "rollout": {"kind": "rollout", **rollout}},
+        "share": [{"roles": ["actor", "rollout"], "residency": "park"}] if share else [],
+    }
+    plan = make_plan(load_topology(source), model=TINY_MODEL, needs=PlanNeeds(), platforms={"acme": FakePlatform()})
+    assert plan.transport is not None
+    assert plan.transport.protocol == protocol
+    assert not plan.transport.edge.on_one_host
+    assert plan.transport.edge.rank_beside_engines == (protocol == "device_ipc")
+
+
+def test_without_hosts_an_edge_goes_by_its_relation() -> None:
+    for near in Relation:
+        edge = replace(EDGE, relation=near)
+        inside = near in (Relation.SAME_DEVICE, Relation.SAME_NODE)
+        assert (edge.on_one_host, edge.rank_beside_engines) == (inside, inside)
+        told = replace(edge, hosts=Hosts.EACH)
+        assert (told.on_one_host, told.rank_beside_engines) == (False, True)
 
 
 def test_nodes_of_one_fabric_domain() -> None:

@@ -32,6 +32,10 @@ BIG = replace(TINY_MODEL, parameters=8 * 10**9, layers=32, hidden=4096, heads=32
 MOE = replace(TINY_MODEL, experts=8, experts_per_token=2, expert_ffn=64)
 MODELS = (TINY_MODEL, TINY_MODEL, MOE, BIG)
 NEEDS = (PlanNeeds(), PlanNeeds(samples=False), PlanNeeds(vllm={"kv_cache_memory_bytes": GIB}, recompute="full"))
+RARE = PlanNeeds(dtype="float16")
+"""A type that one platform has."""
+BESIDE = {"ref": "needs_reference", "critic": "needs_values", "teacher": "needs_teacher"}
+"""Training roles beside the actor, and what asks for them."""
 EXPECTED = (TopologyError, PlanError, PlacementError, Errors)
 
 REACHED = sorted(RULES.keys() - {"E101", "E106", "E105", "E262"})
@@ -93,7 +97,8 @@ class Tray(FakePlatform):
 def platforms() -> dict[str, FakePlatform]:
     slots = FakePlatform(name="slots", virtual=True, devices_per_node=None, dtypes=("float32", "bfloat16"))
     rules = {"A": EnvValue("1", "needed", EnvMode.REQUIRE)}
-    return {"acme": FakePlatform(rules=rules), "tray": Tray(name="tray", devices_per_node=4), "slots": slots}
+    tray = Tray(name="tray", devices_per_node=4, dtypes=("bfloat16", "float32", "float16"))
+    return {"acme": FakePlatform(rules=rules), "tray": tray, "slots": slots}
 
 
 def draw_topology(rng: random.Random) -> Any:
@@ -108,6 +113,7 @@ def draw_topology(rng: random.Random) -> Any:
     if shared:
         actor["devices"] = rollout["engines"] * rollout["parallel"]["tp"]
         made["share"] = [{"roles": ["actor", "rollout"], "residency": rng.choice(("auto", "park"))}]
+    add_beside(made, rng)
     if rng.random() < 0.4:
         made["sync"] = [
             {
@@ -126,6 +132,23 @@ def draw_topology(rng: random.Random) -> Any:
     for _ in range(rng.choice((0, 1, 1, 2, 4))):
         change(made, rng)
     return made
+
+
+def add_beside(made: dict[str, Any], rng: random.Random) -> None:
+    """Sometimes a critic, a reference or a teacher: on devices of its own, or on the actor's."""
+    for name in BESIDE:
+        if rng.random() < 0.15:
+            made["roles"][name] = {"kind": "train", "like": "actor"}
+            if rng.random() < 0.5:
+                made.setdefault("share", [{"roles": ["actor"]}])[0]["roles"].append(name)
+
+
+def draw_needs(made: dict[str, Any], rng: random.Random) -> PlanNeeds:
+    """Mostly of an algorithm that uses the roles that are there."""
+    needs = RARE if rng.random() < 0.05 else rng.choice(NEEDS)
+    for name, asked in BESIDE.items():
+        needs = replace(needs, **{asked: (name in made["roles"]) is (rng.random() < 0.95)})
+    return needs
 
 
 def change(made: dict[str, Any], rng: random.Random) -> None:
@@ -204,7 +227,8 @@ def draw_node(rng: random.Random, host: str, platform: str, per_node: int) -> No
 def outcome(seed: int) -> Plan | VimeError:
     """The plan of a seed, or its error. Anything else goes up."""
     rng = random.Random(seed)
-    source, model, needs = draw_topology(rng), rng.choice(MODELS), rng.choice(NEEDS)
+    source, model = draw_topology(rng), rng.choice(MODELS)
+    needs = draw_needs(source, rng)
     try:
         loaded = load_topology(source)
         found = {}
@@ -234,18 +258,22 @@ def check(seed: int) -> Plan | VimeError:
 
 
 def check_sound(plan: Plan, seed: int) -> None:
-    """Whole placements on healthy, whole devices that no two engines use; strict segments keep their groups."""
+    """Whole placements on healthy, whole devices that nobody uses who does not share them, and memory that fits."""
     nodes = {pool.name: pool.inventories for pool in plan.pools}
-    placed = [(plan.actor.pool, plan.actor.request), *((engine.pool, engine.request) for engine in plan.engines)]
+    placed = [(process.pool, process.request) for process in (*plan.trainers, *plan.engines)]
     for pool, request in placed:
         slots = request.placement.slots
         assert len(slots) == request.parallel.devices == len(set(slots)), seed
         assert all(nodes[pool][slot.node].devices[slot.device].health == "ok" for slot in slots), seed
-    engines = [(pool, slot) for pool, request in placed[1:] for slot in request.placement.slots]
-    assert len(engines) == len(set(engines)), seed
-    if not plan.shared:
-        actor = {(plan.actor.pool, slot) for slot in plan.actor.request.placement.slots}
-        assert not actor & set(engines), seed
+    alone = [role for role in plan.others if not plan.shares_actor(role)]
+    members = (*([] if plan.shared else [plan.actor]), *alone, *plan.engines)
+    taken = [(member.pool, slot) for member in members for slot in member.request.placement.slots]
+    assert len(taken) == len(set(taken)), seed
+    assert {role.task for role in plan.others} == plan.needs.uses, seed
+    for pool in plan.pools:
+        if not pool.inventories[0].virtual and pool.name in plan.memory.capacity_bytes:
+            peak = max(plan.memory.phase_bytes(pool.name, phase) for phase in plan.memory.phases)
+            assert peak == 0 or peak + plan.memory.reserve_bytes <= plan.memory.capacity_bytes[pool.name], seed
 
 
 def run(seeds: range) -> Counter[str]:

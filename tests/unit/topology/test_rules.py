@@ -40,12 +40,15 @@ def test_the_shipped_topologies_load_and_say_who_sits_where() -> None:
         *("cpu-colocate", "cpu-disaggregated", "cpu-one-ahead", "cpu-train", "colocate", "disaggregated"),
         *("a100x8-4train-4rollout", "h200x8-colocate", "h200x8-disaggregated", "gb200x8-colocate", "gb200-nvl72"),
         *("mi300x8-colocate", "atlas-a2", "atlas-a3", "mixed-h200x8-mi300x8"),
+        *("cpu-critic", "cpu-reference", "cpu-teacher", "colocate-critic", "colocate-reference", "colocate-teacher"),
     }
     roles = {name: [(r.name, r.devices, r.engines) for r in load_topology(name).roles] for name in shipped_names()}
     assert roles["cpu-colocate"] == [("actor", 1, 1), ("rollout", 1, 1)]
     assert roles["cpu-disaggregated"] == [("actor", 1, 1), ("rollout", 2, 2)]
     assert roles["cpu-one-ahead"] == [("actor", 1, 1), ("rollout", 1, 1)]
     assert roles["cpu-train"] == [("actor", 1, 1)]
+    assert roles["cpu-critic"] == [("actor", 1, 1), ("critic", 1, 1), ("rollout", 1, 1)]
+    assert roles["cpu-reference"] == [("actor", 1, 1), ("ref", 1, 1), ("rollout", 1, 1)]
     assert roles["gb200-nvl72"] == [("actor", 72, 1), ("rollout", 72, 18)]
     assert roles["a100x8-4train-4rollout"] == [("actor", 4, 1), ("rollout", 4, 4)]
     for name in shipped_names():
