@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scale_sync import TP, Row, model_rows, publish_row
+from scale_sync import PER_NODE, TP, Row, model_rows, publish_row
 
 import vime
 from vime.data.buffer import Buffer
@@ -42,7 +42,6 @@ from vime.types import PolicyVersion, PromptId
 SIZES = (8, 64, 512, 4096, 10_000)
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "qwen3-30b-a3b-dapo" / "model"
-PER_NODE = 8
 DEVICES_PER_WORKER = 64
 GROUPS_PER_DEVICE = 1
 TOKENS_PER_S, ANSWER_TOKENS, GROUP = 15_000, 4096, 8

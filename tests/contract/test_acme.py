@@ -220,6 +220,47 @@ def test_a_worker_with_another_version_refuses_to_start(python: Python, acme_sit
     assert strangers(watch) == set()
 
 
+BOTH = """
+import pickle, sys
+from vime.platforms.discovery import PluginPolicy, discover
+found = discover(PluginPolicy.read(platform="cpu", allow=("acme",)))
+for name in ("acme", "cpu"):
+    found.platform(name)
+sys.stdout.write(pickle.dumps(found.resolved()).hex())
+"""
+PROCESSES = """
+import pickle, sys
+from typing import Any
+from vime.cluster.engine_process import EngineProcess
+from vime.cluster.trainer_process import TrainerProcess
+from vime.errors import PluginError
+nothing: Any = None
+plugins = pickle.loads(bytes.fromhex(sys.argv[1]))
+for start in (
+    lambda: TrainerProcess(nothing, plugins),
+    lambda: EngineProcess(nothing, plugins, start_timeout_s=1.0, segments=""),
+):
+    try:
+        start()
+    except PluginError as error:
+        print([plugin.name for plugin in plugins], error.what)
+"""
+
+
+def test_in_a_run_of_two_platforms_every_process_compares_both_plugins(python: Python, acme_site: Path, tmp_path: Path) -> None:
+    """A trainer on the host refuses another version of the plugin that only the engines use."""
+    resolved = python("-c", BOTH, site=acme_site).stdout
+    other = tmp_path / "worker"
+    shutil.copytree(acme_site, other)
+    info = other / "acme_accelerator-1.0.0.dist-info"
+    metadata = info.rename(other / "acme_accelerator-1.0.1.dist-info") / "METADATA"
+    metadata.write_text(metadata.read_text().replace("Version: 1.0.0", "Version: 1.0.1"))
+    done = python("-c", PROCESSES, resolved, site=other)
+    told = [line for line in done.stdout.splitlines() if "acme-accelerator 1.0.1 here, acme-accelerator 1.0.0" in line]
+    assert len(told) == 2, done.stdout + done.stderr
+    assert all("'acme'" in line and "'cpu'" in line for line in told)
+
+
 # ---- what its makers ship
 
 

@@ -22,19 +22,21 @@ from vime.cli.prepare import Hardware
 from vime.compat.flags import config_from_flags
 from vime.config.load import LoadedConfig, load_config
 from vime.data.prompts import check_prompt_file
-from vime.errors import PluginError
+from vime.errors import ConfigError, PluginError
 from vime.models.registry import read_shape
 from vime.planning.assume import parse_words
-from vime.planning.explain import slots_text
-from vime.planning.plan import Plan, pool_of
+from vime.planning.plan import Plan
 from vime.planning.step import step_time
+from vime.testing.tiny_models import make_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("qwen3-4b-gsm8k", "qwen3-30b-a3b-dapo")
-PARAMETERS = {"qwen3-4b-gsm8k": 4_022_468_096, "qwen3-30b-a3b-dapo": 30_532_122_624}
+NAMES = ("qwen3-4b-gsm8k", "qwen3-30b-a3b-dapo", "glm4.5-air-dapo")
+PARAMETERS = {"qwen3-4b-gsm8k": 4_022_468_096, "qwen3-30b-a3b-dapo": 30_532_122_624, "glm4.5-air-dapo": 106_852_245_504}
+SIXTEEN = str(ROOT / "examples" / "glm4.5-air-dapo" / "gb200x16-colocate.yaml")
 PLANNED = [
-    *((name, topology) for name in NAMES for topology in ("h200x8-colocate", "gb200x8-colocate")),
+    *((name, topology) for name in NAMES[:2] for topology in ("h200x8-colocate", "gb200x8-colocate")),
     ("qwen3-4b-gsm8k", "a100x8-4train-4rollout"),
+    ("glm4.5-air-dapo", SIXTEEN),
 ]
 TOO_SMALL = ("qwen3-30b-a3b-dapo", "a100x8-4train-4rollout")
 ANNOUNCED = {"h200x8-colocate": 252.0, "gb200x8-colocate": 147.0}
@@ -73,7 +75,7 @@ def test_an_example_is_planned_where_it_was_announced(name: str, topology: str) 
     step = step_time(plan)
     assert step.total.seconds is not None
     assert step.total.seconds > 0
-    assert plan.actor.request.parallel.ep == (8 if plan.model.experts else 1)
+    assert plan.actor.request.parallel.ep == (plan.actor.request.parallel.devices if plan.model.experts else 1)
 
 
 def test_what_does_not_fit_is_refused_with_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +95,18 @@ def test_a_plan_of_the_large_example_takes_less_than_two_seconds() -> None:
     assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 2.0
     for part in ("placement", "memory per device", "chosen    device_ipc", "step of 32 x 8 responses", "response_tokens"):
         assert part in done.stdout
+
+
+def test_what_the_readme_of_the_largest_example_says_of_its_plan() -> None:
+    plan = planned(load("glm4.5-air-dapo", SIXTEEN))
+    told = example("glm4.5-air-dapo", "README.md").read_text().replace("\n", " ")
+    step = step_time(plan)
+    assert (plan.recompute, plan.residency) == ("full", "park")
+    assert step.total.seconds is not None
+    decode = next(part.estimate.seconds for part in step.parts if part.name == "decode")
+    assert f"a step of about {step.total.seconds:.0f} s, of which {decode:.0f} s are decoding" in told
+    words = {"recompute full": "recomputes all activations", "ep 16": "`ep 16`"}
+    assert all(text in told for text in words.values())
 
 
 # ---- the announced step times
@@ -130,6 +144,22 @@ def test_the_predicted_ratio_is_near_the_announced_one() -> None:
     announced = ANNOUNCED["h200x8-colocate"] / ANNOUNCED["gb200x8-colocate"]
     for _, h200, gb200, _ in table_rows():
         assert h200 / gb200 == pytest.approx(announced, rel=0.15)
+
+
+# ---- the quick start
+
+
+def test_the_asynchronous_quick_start_is_the_synchronous_one_that_samples_ahead(tmp_path: Path) -> None:
+    run = load_config(example("quickstart")).config
+    words = (f"model.path={make_tiny_qwen3(tmp_path / 'model')}",)
+    ahead = load_config(example("quickstart", "async.yaml"), overrides=words)
+    changed: Any = {"run": {"dir"}, "model": {"path"}, "topology": True, "schedule": {"max_staleness"}, "weights": {"update"}}
+    assert ahead.config.model_dump(exclude=changed) == run.model_dump(exclude=changed)
+    assert (ahead.config.schedule.max_staleness, ahead.config.weights.update) == (2, "in_flight")
+    plan = planned(ahead)
+    assert not plan.shared
+    with pytest.raises(ConfigError, match="take turns on the same devices"):
+        planned(load_config(example("quickstart", "async.yaml"), overrides=(*words, "topology=cpu-colocate")))
 
 
 # ---- data and twins
@@ -201,14 +231,15 @@ def test_a_script_is_its_example_with_flags(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_places_its_example_in_the_same_way(name: str) -> None:
-    by_flags = planned(from_flags(flags_of(name, "--platform", "cuda")), "h200")
-    large = name == "qwen3-30b-a3b-dapo"
-    by_file = planned(load(name, "h200x8-colocate")) if large else planned(load(name, "colocate", ("platform=cuda",)), "h200")
+    platform, device = ("gb200", "gb200") if name == "glm4.5-air-dapo" else ("cuda", "h200")
+    by_flags = planned(from_flags(flags_of(name, "--platform", platform)), device)
+    topologies = {"qwen3-30b-a3b-dapo": "h200x8-colocate", "glm4.5-air-dapo": SIXTEEN}
+    large = name in topologies
+    by_file = planned(load(name, topologies[name])) if large else planned(load(name, "colocate", ("platform=cuda",)), "h200")
     assert placement(by_flags) == placement(by_file)
     assert by_flags.residency == by_file.residency
 
 
-def placement(plan: Plan) -> list[tuple[str, Any]]:
+def placement(plan: Plan) -> list[tuple[Any, Any]]:
     members = [plan.actor, *plan.engines]
-    slots = [slots_text(m.request.placement.slots, pool_of(plan.pools, m.pool)).split("[", 1)[1] for m in members]
-    return list(zip(slots, [m.request.parallel for m in members], strict=True))
+    return [(m.request.placement.slots, m.request.parallel) for m in members]

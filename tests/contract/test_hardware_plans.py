@@ -77,6 +77,29 @@ def test_shipped_topologies_plan(name: str, model: ModelShape) -> None:
     assert all((*plan.actor.masks, *(e.mask for e in plan.engines)))
 
 
+@pytest.mark.parametrize("name", [name for name in HARDWARE if "gb200" in name])
+def test_a_rack_in_one_communicator_is_told_of(name: str) -> None:
+    plan = plan_of(name, DENSE_4B)
+    ranks = len(plan.actor.request.placement.slots)
+    warned = [note for note in plan.notes if note.startswith("W223")]
+    assert len(warned) == (ranks > 43)
+    assert all(f"has {ranks} members" in note and "43 are known to work" in note for note in warned)
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol"),
+    [("gb200x8-colocate", "device_ipc"), ("gb200-nvl72", "device_ipc"), ("h200x8-colocate", "device_ipc")],
+)
+def test_shared_devices_on_several_nodes_pass_weights_inside_each_node(name: str, protocol: str) -> None:
+    plan = plan_of(name, DENSE_4B)
+    assert plan.transport is not None
+    assert plan.transport.protocol == protocol
+    assert plan.transport.edge.on_one_host is (len(plan.pools[0].inventories) == 1)
+    rejected = {row.protocol: row.reason for row in plan.transport.rejected}
+    if not plan.transport.edge.on_one_host:
+        assert rejected["host_shm"] == "trainer and engine must run on one node to share its memory"
+
+
 @pytest.mark.parametrize("name", HARDWARE)
 def test_a_mixture_of_experts_gives_a_plan_or_says_which_rule_it_breaks(name: str) -> None:
     try:

@@ -24,8 +24,6 @@ from vime.types import Group, PolicyVersion, PromptId
 SIZES = (8, 64, 512)
 LIMIT = 1.3
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-SQUARE = {"rings_sent", "ring_bytes_to_engines", "control_page_bytes"}
-"""Of `device_ipc`, whose ranks and workers all know each other: it is meant for the devices of one host."""
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +46,23 @@ def grown(sim: Any) -> Mapping[str, Mapping[str, list[float]]]:
 
 @pytest.mark.parametrize("layout", ["colocate", "disaggregated"])
 def test_no_count_and_no_time_grows_faster_than_the_devices(layout: str, grown: Mapping[str, Any]) -> None:
-    known = SQUARE if layout == "colocate" else set()
-    faster = {name: steps for name, steps in grown[layout].items() if name not in known and max(steps) > LIMIT}
-    assert faster == {}
+    assert {name: steps for name, steps in grown[layout].items() if max(steps) > LIMIT} == {}
 
 
-def test_what_is_known_to_grow_with_the_square_does(grown: Mapping[str, Any]) -> None:
-    """Whoever mends one of these takes it off the list."""
-    assert {name for name, steps in grown["colocate"].items() if steps[-1] > 1.9} == SQUARE
+async def test_the_measure_notices_ranks_that_all_know_all_workers(sim: Any) -> None:
+    """As they do on one host: within it, rings and pages grow with the square of its devices."""
+    rows = [["a", "float32", [2], 0, 8]]
+    small, large = [await sim.publish_row(n, n // sim.TP, rows, every_rank=True, per_node=n) for n in (64, 512)]
+    square = {name for name in small if sim.exponent((64, small[name]), (512, large[name])) > 1.9}
+    assert square == {"rings_sent", "ring_bytes_to_engines", "control_page_bytes", "offer_bytes_to_engines"}
+
+
+async def test_the_manifest_leaves_rank_0_once_and_the_driver_packed(sim: Any) -> None:
+    rows = sim.model_rows(json.loads((sim.MODEL / "config.json").read_text()))
+    row = await sim.publish_row(64, 16, rows, every_rank=True)
+    whole = len(json.dumps(rows))
+    assert whole < row["offer_bytes_from_ranks"] < 1.1 * whole
+    assert row["offer_bytes_per_engine"] < whole / 10
 
 
 class PlainLedger(Buffer):

@@ -1,4 +1,4 @@
-"""Weights from trainer ranks on several planted devices: each rank has an engine worker beside it, in a thread."""
+"""Weights from trainer ranks on several planted devices and hosts: each rank has an engine worker beside it, in a thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ EXPORTER = "vime.weights.transports.exporters:HostExporter"
 
 
 def received(worker: Any, job: dict[str, Any], digest: Callable[[torch.Tensor], str]) -> list[dict[str, str]]:
-    """Digests by name of what this rank's engine worker gets: from the live weights, then from the copy of them."""
+    """Digests by name of what this rank's engine worker gets: from the live weights, then from the copy of them.
+
+    `job["rings"]` is the number of planted hosts.
+    """
     with tempfile.TemporaryDirectory(prefix="vime-ring-") as folder:
         return _received(worker, job, digest, Path(folder))
 
@@ -30,10 +33,13 @@ def _received(worker: Any, job: dict[str, Any], digest: Callable[[torch.Tensor],
     half = DeviceIpcTrainer.from_context(context, exporter=EXPORTER, identity=f"device {rank}", directory=folder)
     engine = DeviceIpcEngine(identity=f"device {rank}")
     with ThreadPoolExecutor(1) as beside:
-        offers: list[Any] = [None] * world
-        dist.all_gather_object(offers, half.init_info(world))
-        offer = merge_offers(offers)
-        info = {**offer["info"], "manifest": offer["manifest"], "rank_offset": 0, "worker_rank": rank}
+        host, first, count = _host_of(rank, world, job["rings"])
+        told: list[Any] = [None] * world
+        dist.all_gather_object(told, (half.init_info(count), host))
+        offer = merge_offers([offer for offer, _ in told], [host for _, host in told])[host]
+        identities = [ring["identity"] for ring in offer["info"]["rings"]]
+        assert identities == [f"device {r}" for r in range(first, first + count)], "rings of the worker's own host alone"
+        info = {**offer["info"], "manifest": offer["manifest"], "rank_offset": 0, "worker_rank": rank - first}
         joining = beside.submit(engine.connect, info)
         assert half.connect() == 1, "only the worker on this rank's device takes from it"
         joining.result()
@@ -46,3 +52,9 @@ def _received(worker: Any, job: dict[str, Any], digest: Callable[[torch.Tensor],
     engine.close()
     half.close()
     return found
+
+
+def _host_of(rank: int, world: int, hosts: int) -> tuple[str, int, int]:
+    """(planted host of a rank, the first rank there, how many ranks are there): ranks fill the hosts in their order."""
+    each = world // hosts
+    return f"host {rank // each}", rank // each * each, each

@@ -18,7 +18,8 @@ class GroupRequest:
 class CollectiveSpec:
     """`backend` is torch's string (`gloo`, or `cpu:gloo,device:other`). `object_backend` carries Python objects.
 
-    `options` are keywords for the backend; `limits` are known faults, as `condition -> what happens`.
+    `options` are keywords for the backend; `limits` are known faults, as `condition -> what happens`. `domain_ranks`: how many
+    ranks of one fabric domain a communicator may hold, None where no bound is known.
     """
 
     backend: str
@@ -27,3 +28,4 @@ class CollectiveSpec:
     object_backend: str = "gloo"
     options: Mapping[str, object] = field(default_factory=dict)
     limits: Mapping[str, str] = field(default_factory=dict)
+    domain_ranks: int | None = None

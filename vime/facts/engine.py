@@ -10,12 +10,17 @@ from packaging.version import InvalidVersion, Version
 
 TOKEN_ROUTE = "/inference/v1/generate"
 VERSION_ROUTE = "/update_weight_version"
+RESET_ROUTE = "/reset_prefix_cache"
+WITHDRAWN_STATUS = 410
+"""Of an answer that weights sampled which a probe refused. A router does not try such a request again."""
 ANSWER_KEY, FLAT_ANSWER = "vime_answer", "flat"
 """What a request's `sampling_params.extra_args` says to get plain lists of log-probs from a server with vime's gate."""
 NEEDED_ROUTES = frozenset(
     {TOKEN_ROUTE, "/pause", "/resume", "/abort_requests", "/is_paused", "/get_world_size", "/collective_rpc"}
 )
 """Routes that vime cannot work without; those of the weights are reached through `/collective_rpc`."""
+IN_FLIGHT_ROUTES = frozenset({VERSION_ROUTE, RESET_ROUTE})
+"""Routes without which no request can be kept through an update: versions by token, and caches that are computed anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,11 @@ class EngineFeatures:
     launch: str
     token_flag: str | None
     versions: bool
+
+    @property
+    def in_flight(self) -> bool:
+        """Requests may run on through an update: each of their tokens still has its version."""
+        return self.versions
 
 
 RELEASES: tuple[EngineFeatures, ...] = (
@@ -60,6 +70,7 @@ def _release(version: str | None) -> Version | None:
         return None
 
 
-def missing_routes(routes: Collection[str]) -> tuple[str, ...]:
-    """What a server with these routes lacks of `NEEDED_ROUTES`, in order of name."""
-    return tuple(sorted(NEEDED_ROUTES.difference(routes)))
+def missing_routes(routes: Collection[str], *, in_flight: bool = False) -> tuple[str, ...]:
+    """What a server with these routes lacks of `NEEDED_ROUTES`, with `in_flight` of `IN_FLIGHT_ROUTES` too; ordered by name."""
+    needed = NEEDED_ROUTES | IN_FLIGHT_ROUTES if in_flight else NEEDED_ROUTES
+    return tuple(sorted(needed.difference(routes)))

@@ -42,7 +42,10 @@ class RoleKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Sizes of the parallel axes of one role (an engine's `dp` is inside the engine)."""
+    """Sizes of the parallel axes of one role (an engine's `dp` is inside the engine).
+
+    `vpp` is no axis of devices: it is the number of pieces in which a rank holds its pipeline stage.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -50,6 +53,7 @@ class Parallel:
     ep: int = 1
     etp: int = 1
     dp: int = 1
+    vpp: int = 1
 
     @property
     def devices(self) -> int:

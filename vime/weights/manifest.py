@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import math
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,14 +37,18 @@ def build_manifest(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Manifes
             raise WeightSyncError(f"tensor {name} has dtype {dtype}", fix=f"send one of {', '.join(ITEM_BYTES)}")
         seen.add(name)
         groups.setdefault(fused_key(name), []).append((name, dtype, tuple(int(size) for size in shape)))
-    specs, offset = [], 0
-    for name, dtype, shape in (tensor for group in groups.values() for tensor in group):
-        nbytes = ITEM_BYTES[dtype]
-        for size in shape:
-            nbytes *= size
-        specs.append(TensorSpec(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes))
+    return manifest_from_json(_placed(tensor for group in groups.values() for tensor in group))
+
+
+def _placed(named: Iterable[tuple[str, str, Sequence[int]]]) -> list[list[Any]]:
+    """Rows of (name, dtype, shape) with their places, one after the other."""
+    rows: list[list[Any]] = []
+    offset = 0
+    for name, dtype, shape in named:
+        nbytes = ITEM_BYTES[dtype] * math.prod(shape)
+        rows.append([name, dtype, list(shape), offset, nbytes])
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return Manifest(tensors=tuple(specs), nbytes=offset)
+    return rows
 
 
 def manifest_to_json(manifest: Manifest) -> list[list[Any]]:
@@ -57,6 +64,26 @@ def manifest_from_json(rows: Iterable[Sequence[Any]]) -> Manifest:
     )
     end = max((t.offset + -(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in specs), default=0)
     return Manifest(tensors=specs, nbytes=end)
+
+
+def pack_manifest(rows: Sequence[Sequence[Any]]) -> str:
+    """The rows of `manifest_to_json` as a short text. Places are left out: they follow from the order.
+
+    Raises WeightSyncError where they do not, since both sides would then cut the segment differently.
+    """
+    named = [list(row[:3]) for row in rows]
+    if _placed((name, dtype, shape) for name, dtype, shape in named) != [list(row) for row in rows]:
+        raise WeightSyncError("the manifest's places are not those of its order", fix="make manifests with build_manifest")
+    return base64.b64encode(zlib.compress(json.dumps(named, separators=(",", ":")).encode())).decode()
+
+
+def unpack_manifest(packed: str) -> list[list[Any]]:
+    """Inverse of `pack_manifest`. Raises WeightSyncError for a text that is none of it."""
+    try:
+        named = json.loads(zlib.decompress(base64.b64decode(packed)))
+        return _placed((name, dtype, shape) for name, dtype, shape in named)
+    except (ValueError, KeyError, TypeError, zlib.error) as error:
+        raise WeightSyncError(f"not a packed manifest: {error}", fix="run one vime release on both sides") from None
 
 
 def manifest_id(manifest: Manifest) -> str:

@@ -30,8 +30,20 @@ def merge_stage_info(infos: Iterable[Mapping[str, Any]], num_tensors: int) -> Ma
     return merged
 
 
-def merge_offers(offers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Merge what `TrainerHalf.init_info` returns on the ranks: rank 0's, with the `rings` of all of them in their order."""
+def merge_offers(offers: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """What `TrainerHalf.init_info` returns on the ranks -> the offer for the engines of each host.
+
+    `hosts` are those of the ranks. An offer is that of the host's first rank, with the `rings` of all ranks there in their
+    order and rank 0's manifest, which every rank has.
+    """
+    manifest = offers[0].get("manifest", [])
+    at: dict[str, list[Mapping[str, Any]]] = {}
+    for offer, host in zip(offers, hosts, strict=True):
+        at.setdefault(host, []).append(offer)
+    return {host: _with_rings(found, manifest) for host, found in at.items()}
+
+
+def _with_rings(offers: Sequence[Mapping[str, Any]], manifest: Any) -> Mapping[str, Any]:
     first = offers[0]
     rings = [ring for offer in offers for ring in offer["info"]["rings"]]
-    return {**first, "info": {**first["info"], "rings": rings}}
+    return {**first, "manifest": manifest, "info": {**first["info"], "rings": rings}}

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from vime.facts.inventory import NodeInventory
-from vime.facts.process import RoleRequest
-from vime.facts.transports import Edge, Relation, Side
+from vime.facts.inventory import FabricDomain, NodeInventory, Tri
+from vime.facts.process import RolePlacement, RoleRequest, Slot
+from vime.facts.transports import Edge, Hosts, Relation, Side
 from vime.platforms.lineage import Platform
 from vime_cuda import plugin, weights
 
@@ -184,6 +184,58 @@ def test_costs_are_measured_derived_or_unknown(
     (offer,) = [o for o in weights.offers(edge(relation, name, engine=engine), Side.TRAINER) if o.protocol == protocol]
     assert offer.cost.bytes_per_s == (None if rate is None else pytest.approx(rate))
     assert offer.cost.provenance == provenance
+
+
+@pytest.fixture
+def spread(node_of: Node, request_for: Request) -> Callable[..., Edge]:
+    def make(name: str, *, fabric: bool, engine: int = 0) -> Edge:
+        """A rank on device 0 of two nodes, the first engine on a device of the second, another one on the first."""
+        node = node_of(name)
+        fabrics = (FabricDomain("rack", "0", Tri.YES, ""),) * 2 if fabric else (None, FabricDomain("rack", "0", Tri.YES, ""))
+        nodes = (replace(node, fabric=fabrics[0]), replace(node, hostname="another", fabric=fabrics[1]))
+        trainer = request_for(node, devices=(0,))
+        trainer = replace(trainer, inventories=nodes, placement=RolePlacement("actor", (Slot(0, 0), Slot(1, 0))))
+        beside = replace(request_for(node, "engine"), inventories=nodes)
+        beside = replace(beside, placement=RolePlacement("rollout", (Slot(1, engine),)))
+        return Edge(trainer, beside, NETWORK if engine else DEVICE, 8 * 10**9, Hosts.EACH)
+
+    return make
+
+
+@pytest.mark.parametrize("engine", [0, 4])
+@pytest.mark.parametrize("side", list(Side))
+def test_on_several_nodes_device_memory_goes_to_engines_beside_a_rank(
+    spread: Callable[..., Edge], engine: int, side: Side
+) -> None:
+    edge = spread("h200x8", fabric=False, engine=engine)
+    offers = {offer.protocol: offer for offer in weights.offers(edge, side)}
+    holding = {name for name, offer in offers.items() if all(p.holds for p in offer.preconditions)}
+    assert holding == ({"device_ipc", "collective"} if engine else {"device_ipc"})
+    apart = weights.offers(replace(edge, hosts=Hosts.APART), side)
+    (refused,) = [o for o in apart if o.protocol == "device_ipc"]
+    assert "some engine has no trainer rank on its node" in next(p.reason for p in refused.preconditions if not p.holds)
+
+
+def test_a_worker_without_a_rank_on_its_device_reads_from_the_first_rank_of_its_own_node(
+    spread: Callable[..., Edge], node_of: Node
+) -> None:
+    edge = spread("h200x8", fabric=False, engine=4)
+    cut = node_of("h200x8", p2p={"nvlink": 5, "read": 5}).vendor
+    nodes = (edge.engine.inventories[0], replace(edge.engine.inventories[1], vendor=cut))
+    (offer,) = [
+        o
+        for o in weights.offers(replace(edge, engine=replace(edge.engine, inventories=nodes)), Side.ENGINE)
+        if o.protocol == "device_ipc"
+    ]
+    assert any("device 4 cannot read device 0" in p.reason for p in offer.preconditions if not p.holds)
+
+
+@pytest.mark.parametrize(("fabric", "rate"), [(True, 1 / (1 / (18 * 40.1e9) + 1 / 235e9)), (False, None)])
+def test_ranks_on_several_nodes_gather_at_the_fabrics_rate_or_an_unknown_one(
+    spread: Callable[..., Edge], fabric: bool, rate: float | None
+) -> None:
+    (offer,) = [o for o in weights.offers(spread("gb200-tray", fabric=fabric), Side.TRAINER) if o.protocol == "device_ipc"]
+    assert offer.cost.bytes_per_s == (None if rate is None else pytest.approx(rate))
 
 
 def test_nothing_is_promised_where_nvlink_is_down(edge: Callable[..., Edge]) -> None:

@@ -324,6 +324,7 @@ def test_large_groups_are_warned_of(gb200: Platform, world: int, told: bool) -> 
     spec = gb200.collective(ask(gb200, RoleKind.TRAINER, *nominal()), GroupRequest("trainer", world))
     (effect,) = (text for condition, text in spec.limits.items() if "43 ranks" in condition)
     assert (f"{world} ranks" in effect) is told
+    assert spec.domain_ranks == 43
     assert spec.backend == "cpu:gloo,cuda:nccl"
 
 

@@ -243,6 +243,12 @@ def on_its_own_lane(offer: Any, edge: Any, side: Any) -> Any:
     return replace(offer, factory=replace(offer.factory, options={"lane": list(Side).index(side)}))
 
 
+def where_devices_are_shared(offer: Any, edge: Any, side: Any) -> Any:
+    """Asks how near the roles are where it should ask whether they are on one host."""
+    near = edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE)
+    return replace(offer, preconditions=(Precondition(near, "both ends must be near each other"),))
+
+
 def failing_doctor(ctx: Any) -> Any:
     return [Check("sound.first", Severity.OK, f"the first device is {ctx.inventory.devices[0].name}")]
 
@@ -425,6 +431,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("has a rate without a source", ("C30",), link(cost=TransferCost(1e9, provenance="unknown"))),
     Fault("takes negative time", ("C30",), link(cost=TransferCost(1e9, fixed_s=-1.0, provenance="spec"))),
     Fault("shares host memory across the network", ("C31",), with_offers(lambda o, e, s: replace(o, preconditions=()))),
+    Fault("takes shared devices for one host", ("C31",), with_offers(where_devices_are_shared)),
     Fault("loses a tensor on the way", ("C32",), link_engine("sound_pieces:LosingEngine")),
     Fault("changes a tensor on the way", ("C32",), link_engine("sound_pieces:ChangingEngine")),
     # rates, doctor

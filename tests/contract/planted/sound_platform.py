@@ -24,7 +24,7 @@ from vime.facts.process import (
     TrainerRuntime,
     VllmDefaults,
 )
-from vime.facts.transports import Edge, Precondition, Relation, Side, TransferCost, TransportOffer
+from vime.facts.transports import Edge, Precondition, Side, TransferCost, TransportOffer
 from vime.hooks import PluginInfo, hookimpl
 
 VIME_PLUGIN = PluginInfo("sound", parent="base")
@@ -53,7 +53,6 @@ OFFERS = {
         2e9,
     ),
 }
-NEAR = (Relation.SAME_DEVICE, Relation.SAME_NODE)
 
 
 def facts_of(ctx: ProbeContext) -> Mapping[str, object]:
@@ -161,7 +160,7 @@ def vime_transports(edge: Edge, side: Side) -> Iterable[TransportOffer]:
 
 
 def offers(edge: Edge, side: Side) -> list[TransportOffer]:
-    near = Precondition(edge.relation in NEAR, "both ends must be on one node")
+    near = Precondition(edge.on_one_host, "both ends must be on one node")
     return [
         TransportOffer(
             name, side, halves[list(Side).index(side)], TransferCost(halves[2], provenance="spec"), preconditions=(near,)

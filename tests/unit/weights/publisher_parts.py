@@ -11,15 +11,22 @@ class Link:
     def __init__(self, log, streams=False):
         self.log, self.streams, self.weights = log, streams, 0.0
         self.groups = []
+        self.hosts = ()
         self.sent = self.kept = None
         self.keeping = asyncio.Event()
         self.keeping.set()
         self.keep_fails = None
 
+    @property
+    def by_host(self):
+        return bool(self.hosts)
+
     async def init_info(self, receivers):
+        """Offers of `hosts`, or the one offer for everybody."""
         self.log.append(f"init_info {receivers}")
-        self.groups.append(receivers)
-        return {"protocol": "memory", "manifest": [["a", "float32", [2], 0, 8], ["b", "float32", [1], 64, 4]], "info": {}}
+        self.groups.append(dict(receivers) if self.hosts else sum(receivers.values()))
+        rows = [["a", "float32", [2], 0, 8], ["b", "float32", [1], 64, 4]]
+        return {host: {"protocol": "memory", "manifest": rows, "info": {"of": host}} for host in self.hosts or ("",)}
 
     async def connect(self):
         self.log.append("connect")
@@ -61,11 +68,13 @@ class Engine:
     def __init__(self, name, log, size=1):
         self.name, self.log, self.size = name, log, size
         self.paused, self.open_version, self.weights, self.served = False, None, None, None
-        self.offset = None
+        self.offset = self.told = None
+        self.place = ""
         self.fail, self.lose = {}, {}
         self.link = None
         self.skew = 0.0
         self.asleep = set()
+        self.pauses = []
 
     async def _step(self, what, effect=lambda: None):
         self.log.append(f"{self.name} {what}")
@@ -79,13 +88,17 @@ class Engine:
     async def world_size(self):
         return self.size
 
+    async def host(self):
+        return self.place
+
     async def init(self, info):
         assert "weights" not in self.asleep
-        self.offset = info["rank_offset"]
+        self.offset, self.told = info["rank_offset"], info
         await self._step("init")
 
     async def shut(self, pause):
         self.open_version = None
+        self.pauses.append(pause)
         await self._step("shut")
         self.paused = True
 

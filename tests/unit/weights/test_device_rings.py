@@ -10,6 +10,7 @@ import pytest
 
 from vime.errors import DeadlineError, WeightSyncError
 from vime.weights.merge import merge_offers
+from vime.weights.transports.control_page import ControlPage
 
 HERE = Path(__file__).parent
 
@@ -44,7 +45,7 @@ class Ranks:
     """The trainer's ranks, each on its own thread."""
 
     def __init__(self, directory, identities, **options):
-        self.halves = []
+        self.halves, self.offers = [], {}
         for rank, identity in enumerate(identities):
             folder = directory / f"{directory.name}-r{rank}"
             folder.mkdir()
@@ -57,9 +58,16 @@ class Ranks:
 
     def join(self, workers):
         """Connect worker processes -> how many take from each rank."""
-        offer = merge_offers([half.init_info(len(workers)) for half in self.halves])
-        for number, worker in enumerate(workers):
-            worker.tell("connect", roles.engine_info(offer, number))
+        return self.join_on(dict.fromkeys(workers, "one"), ["one"] * len(self.halves))
+
+    def join_on(self, workers, hosts):
+        """Connect worker processes by their host, with ranks on `hosts` -> how many take from each rank."""
+        beside = {host: [worker for worker, at in workers.items() if at == host] for host in hosts}
+        told = [half.init_info(len(beside[host])) for half, host in zip(self.halves, hosts, strict=True)]
+        self.offers = merge_offers(told, hosts)
+        for host, here in beside.items():
+            for number, worker in enumerate(here):
+                worker.tell("connect", roles.engine_info(self.offers[host], number))
         counts = self.each(lambda half: half.connect())
         assert [worker.answer() for worker in workers] == ["connected"] * len(workers)
         return counts
@@ -178,3 +186,33 @@ def test_every_rank_names_the_workers_that_did_not_come(ranks_of, workers_on):
     for outcome in ranks.each(lambda half: half.connect()):
         assert isinstance(outcome, DeadlineError)
         assert "engine workers [0, 1] of 0..1 did not connect" in str(outcome)
+
+
+# ---- several hosts
+
+
+def test_workers_take_from_ranks_of_their_own_host_and_are_told_of_no_other(ranks_of, workers_on):
+    """Two of four workers are on devices without a rank: the first rank of their own host sends to them."""
+    ranks, workers = ranks_of("a0", "a1", "b0", "b1"), workers_on("a1", "a9", "b1", "b9")
+    hosts = dict(zip(workers, "AABB", strict=True))
+    assert ranks.join_on(hosts, "AABB") == [1, 1, 1, 1]
+    for host, owners in (("A", {"r0", "r1"}), ("B", {"r2", "r3"})):
+        pages = [Path(ring["page"]) for ring in ranks.offers[host]["info"]["rings"]]
+        assert {page.parent.name.rpartition("-")[2] for page in pages} == owners
+        assert [ControlPage.open(page).header("receivers") for page in pages] == [2, 2]
+    for seed in (1, 2):
+        assert ranks.send(seed, workers) == ([None] * 4, [listed(seed)] * 4)
+
+
+def test_an_engine_that_restarts_on_one_host_leaves_the_ranks_of_others_alone(ranks_of, workers_on):
+    ranks, workers = ranks_of("a0", "b0"), workers_on("a0", "b0")
+    ranks.join_on(dict(zip(workers, "AB", strict=True)), "AB")
+    ranks.send(1, workers)
+    assert ranks.keep(1) == [None, None]
+    (restarted,) = workers_on("b0")
+    assert ranks.join_on({restarted: "B"}, "AB") == [0, 1]
+    restarted.tell("receive", {}, {})
+    assert ranks.each(lambda half: half.stream(())) == [None, None]
+    assert restarted.answer() == listed(1)
+    assert ranks.join_on({workers[0]: "A", restarted: "B"}, "AB") == [1, 1]
+    assert ranks.send(2, [workers[0], restarted]) == ([None, None], [listed(2)] * 2)

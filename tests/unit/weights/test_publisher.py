@@ -194,6 +194,30 @@ async def test_a_failed_probe_stops_every_engine_before_any_gate_opens(publisher
     assert not [line for line in log if line.endswith("open")]
 
 
+@pytest.fixture
+def keeping(link, engines):
+    publisher = Publisher(link, probe=ProbeSettings(ids=IDS), pause="keep")
+    publisher.set_engines(engines)
+    return publisher
+
+
+async def test_engines_that_keep_their_requests_run_until_everything_is_staged(keeping, log, engines):
+    report = await keeping.publish(version(0))
+    assert log.index("stage 0.0 False") < min(log.index(f"e{n} shut") for n in (0, 1))
+    assert list(report.seconds) == ["init", "reference", "stage", "hold", "update", "open"]
+    assert [e.pauses for e in engines] == [["keep"]] * 2
+
+
+@pytest.mark.parametrize("probe", [True, False])
+async def test_requests_end_with_weights_on_trial_and_are_kept_through_other_failures(keeping, engines, probe):
+    """A gate that does not open says nothing about the weights, unless they were on trial behind it."""
+    engines[0].fail["open"] = DeadlineError("e0: no answer")
+    with pytest.raises(DeadlineError):
+        await keeping.publish(version(0), probe=probe)
+    assert all(e.is_held for e in engines)
+    assert [e.pauses for e in engines] == [["keep", "abort" if probe else "keep"]] * 2
+
+
 async def test_an_engine_that_does_not_open_pauses_the_others_again(publisher, engines):
     engines[0].fail["open"] = DeadlineError("e0: no answer")
     with pytest.raises(DeadlineError, match="e0"):

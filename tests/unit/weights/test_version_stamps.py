@@ -16,7 +16,8 @@ from vime.facts.engine import TOKEN_ROUTE, VERSION_ROUTE
 from vime.rollout.client import parse_generation
 from vime.testing.engine_app import Call
 from vime.types import PolicyVersion, VersionSpan
-from vime.weights.gate import Gate, Message, Receive, Scope, Send
+from vime.weights.asgi import Message, Receive, Scope, Send
+from vime.weights.gate import Gate
 from vime.weights.stamp import stamped
 
 pytest.importorskip("msgspec")

@@ -62,6 +62,10 @@ def test_every_route_that_vime_calls_is_there(release: Release, also: str) -> No
     assert also in release.record["routes"]
 
 
+def test_updates_in_flight_need_what_the_release_has_or_are_refused(release: Release) -> None:
+    assert release.features.in_flight == (missing_routes(release.record["routes"], in_flight=True) == ())
+
+
 def test_a_route_that_is_missing_is_named(release: Release) -> None:
     routes = set(release.record["routes"]) - {TOKEN_ROUTE, "/pause"}
     assert missing_routes(routes) == (TOKEN_ROUTE, "/pause")

@@ -17,7 +17,7 @@ from vime.errors import PluginError
 from vime.facts.inventory import DeviceProfile, FabricDomain, NodeInventory, Tri
 from vime.facts.model import ModelShape
 from vime.facts.process import Parallel, RoleKind, RolePlacement, RoleRequest, Slot
-from vime.facts.transports import Edge, Relation
+from vime.facts.transports import Edge, Hosts, Relation
 from vime.platforms.base import BASE
 from vime.platforms.discovery import PluginPolicy, discover
 from vime.platforms.lineage import Platform, Plugin
@@ -180,10 +180,13 @@ class Subject:
         )
 
     def edges(self, *, cases: Iterable[Case] | None = None) -> Iterator[AskedEdge]:
-        """Weight flows of every case: over one device set, inside a node, inside a fabric domain, across the network."""
+        """Weight flows of every case: over one device set, also on two hosts, inside a node, inside a fabric domain, across the
+        network.
+        """
         for case in self.cases if cases is None else cases:
             for relation in relations(case.inventory):
                 yield AskedEdge(f"{case.name}, {relation}", self.edge(case, relation))
+            yield AskedEdge(f"{case.name}, {Relation.SAME_DEVICE} on two hosts", self.edge_on_two_hosts(case))
 
     def edge(self, case: Case, relation: Relation) -> Edge:
         """A trainer and an engine of one device each, so near to each other."""
@@ -197,6 +200,14 @@ class Subject:
         if relation is Relation.NETWORK:
             trainer, engine = (replace(r, inventories=tuple(map(without_fabric, r.inventories))) for r in (trainer, engine))
         return Edge(trainer, engine, relation, _EDGE_BYTES)
+
+    def edge_on_two_hosts(self, case: Case) -> Edge:
+        """A rank and an engine that share a device, and once more on a second host."""
+        near = self.edge(case, Relation.SAME_DEVICE)
+        slots, nodes = (Slot(0, 0), Slot(1, 0)), (case.inventory, neighbour(case.inventory))
+        placement = RolePlacement(near.trainer.role, slots)
+        trainer = replace(near.trainer, placement=placement, inventories=nodes, parallel=Parallel(dp=2))
+        return replace(near, trainer=trainer, engine=replace(near.engine, inventories=nodes), hosts=Hosts.EACH)
 
 
 def _some(items: Iterable[_Item], reason: str) -> tuple[_Item, ...]:

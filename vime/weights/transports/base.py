@@ -51,8 +51,9 @@ class TrainerHalf(Protocol):
     """One per trainer rank that holds weights; rank 0 talks for all.
 
     A half that streams is built on rank 0 alone, unless its class says `every_rank = True`: then each rank sends to the
-    workers that share its device. All ranks answer `init_info`, whose `rings` are merged, `connect` answers how many workers
-    take from its rank, and those that have any are given all tensors by `stream` and `keep`.
+    workers that share its device. All ranks answer `init_info`, each for the workers on its own host, and the `rings` of a
+    host are merged into one offer; `connect` answers how many workers take from its rank, and those that have any are given
+    all tensors by `stream` and `keep`.
 
     `stage` runs before the engines are told to receive, `stream` while they receive, `keep` afterwards. A half that
     streams sends from the trainer's own tensors, so its `stage` copies nothing and `keep` makes the copy from which engines

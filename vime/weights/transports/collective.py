@@ -19,6 +19,7 @@ from typing import Any
 from vime.errors import DeadlineError, WeightSyncError
 from vime.weights.buckets import Bucket, plan_buckets
 from vime.weights.fingerprint import word_digest
+from vime.weights.hosts import own_address
 from vime.weights.manifest import manifest_from_json, manifest_to_json
 from vime.weights.transports.base import Manifest, NamedTensors, TransferContext
 from vime.weights.transports.flat import (
@@ -329,8 +330,7 @@ def _gloo_group(seat: Seat) -> Any:
     dist = _dist()
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    loopback = seat.host in ("127.0.0.1", "localhost", "::1")
-    options._devices = [gloo.create_device(hostname=seat.host) if loopback else gloo.create_default_device()]
+    options._devices = [gloo.create_device(hostname=own_address(seat.host))]
     options._timeout = timedelta(seconds=seat.timeout_s)
     return gloo(dist.PrefixStore("weights", seat.store), seat.rank, seat.world, options)
 

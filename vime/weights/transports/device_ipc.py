@@ -5,9 +5,12 @@ page; every worker copies it into memory of its own and counts it as taken. With
 A worker never hands out a view of a buffer, because a loader may keep tensors until their layer is whole.
 
 **Several devices.** A process may see one device only, so every rank has a ring, known by the identity of its device. A worker
-takes from the first ring of its own device, or from rank 0's where no rank is on that; on the control pages of all other
-rings it says so. A rank from which nobody takes has its buffers all the same: device memory that was exported is not surely
-free again when its owner lets it go, so a ring is made once.
+takes from the first ring of its own device, or from that of its host's first rank where no rank is on its device; on the
+control pages of the host's other rings it says so. A rank from which nobody takes has its buffers all the same: device memory
+that was exported is not surely free again when its owner lets it go, so a ring is made once.
+
+**Several hosts.** Pages and buffers are of one host: a worker is offered the rings of the ranks on its own, and a rank expects
+the workers of its own, of which there may be none (`vime.weights.joining`).
 
 `stream` sends from the tensors that it is given, without a detour, and `stage` reads them for digests only. **The last
 published weights** are kept on the host: `keep` copies them there once the engines have them, and `stream(())` sends from that

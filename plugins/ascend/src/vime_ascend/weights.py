@@ -62,9 +62,9 @@ def offers(edge: Edge, side: Side) -> tuple[TransportOffer, ...]:
 
 def _device_ipc(edge: Edge) -> Iterator[Precondition]:
     yield Precondition(
-        edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE),
-        "a chip's memory can be opened inside one node only; containers of one node must see the same chips under the same "
-        "numbers",
+        edge.rank_beside_engines,
+        "a chip's memory can be opened inside its node only, where some engine has no trainer rank; containers of one node "
+        "must see the same chips under the same numbers",
     )
     for name, request in _sides(edge):
         able = request.capabilities.ipc
@@ -92,8 +92,7 @@ def _collective(edge: Edge) -> Iterator[Precondition]:
 
 
 def _host_shm(edge: Edge) -> Iterator[Precondition]:
-    near = edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE)
-    yield Precondition(near, "trainer and engine must run on one node to share its memory")
+    yield Precondition(edge.on_one_host, "trainer and engine must run on one node to share its memory")
 
 
 def _sides(edge: Edge) -> tuple[tuple[str, RoleRequest], tuple[str, RoleRequest]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vime.facts.inventory import NodeInventory
+from vime.facts.inventory import NodeInventory, Tri
 from vime.facts.process import Factory, RoleRequest
 from vime.facts.transports import Edge, Precondition, Relation, Side, TransferCost, TransportOffer
 from vime_cuda.inventory import product
@@ -61,9 +61,8 @@ def offers(edge: Edge, side: Side) -> tuple[TransportOffer, ...]:
 
 def _preconditions(protocol: str, edge: Edge, side: Side) -> tuple[Precondition, ...]:
     request = edge.trainer if side is Side.TRAINER else edge.engine
-    near = edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE)
     if protocol == "host_shm":
-        return (Precondition(near, "trainer and engine must run on one node to share its memory"),)
+        return (Precondition(edge.on_one_host, "trainer and engine must run on one node to share its memory"),)
     if protocol == "collective":
         speaks = "nccl" in request.capabilities.collectives
         spoken = ", ".join(request.capabilities.collectives) or "none"
@@ -74,7 +73,10 @@ def _preconditions(protocol: str, edge: Edge, side: Side) -> tuple[Precondition,
         )
     opens = "cuda_ipc" in request.capabilities.ipc
     return (
-        Precondition(near, "device memory can be opened by processes of the same node only"),
+        Precondition(
+            edge.rank_beside_engines,
+            "device memory can be opened by processes of the same node only, and some engine has no trainer rank on its node",
+        ),
         Precondition(opens, f"the {side} side must open device memory: {_why_not(request)}"),
         _peer_access(edge),
     )
@@ -100,21 +102,32 @@ def _peer_access(edge: Edge) -> Precondition:
 
 
 def _pairs(edge: Edge) -> list[tuple[NodeInventory, int, int]]:
-    """(node, engine's device, sending device) by NVML's numbers, for the engine's devices other than the first rank's."""
-    slot = edge.trainer.placement.slots[0]
-    home = edge.trainer.inventories[slot.node]
-    sender = home.devices[slot.device].index
+    """(node, engine's device, sending device) by NVML's numbers, for the engine's devices on nodes with a rank, other than the
+    first rank's there.
+    """
     found = [(edge.engine.inventories[s.node], s.device) for s in edge.engine.placement.slots]
-    near = [(node, node.devices[position].index) for node, position in found if node.hostname == home.hostname]
-    return [(node, index, sender) for node, index in near if index != sender]
+    near = [(node, node.devices[position].index, _ranks(edge, node)) for node, position in found]
+    return [(node, index, ranks[0]) for node, index, ranks in near if ranks and index != ranks[0]]
+
+
+def _ranks(edge: Edge, node: NodeInventory) -> list[int]:
+    """NVML's numbers of the trainer's devices on a node, in the order of ranks."""
+    request = edge.trainer
+    placed = [(request.inventories[slot.node], slot.device) for slot in request.placement.slots]
+    return [home.devices[position].index for home, position in placed if home.hostname == node.hostname]
 
 
 def _apart(edge: Edge) -> list[tuple[NodeInventory, int, int]]:
     """Of `_pairs` those whose engine device belongs to no rank of the trainer: each rank sends to the workers on its device."""
-    slots = edge.trainer.placement.slots
-    home = edge.trainer.inventories[slots[0].node]
-    ranks = {home.devices[slot.device].index for slot in slots if slot.node == slots[0].node}
-    return [pair for pair in _pairs(edge) if pair[1] not in ranks]
+    return [pair for pair in _pairs(edge) if pair[1] not in _ranks(edge, pair[0])]
+
+
+def _in_one_domain(edge: Edge) -> bool:
+    """Whether ranks on several nodes gather over NVLink."""
+    request = edge.trainer
+    fabrics = [request.inventories[slot.node].fabric for slot in request.placement.slots]
+    domains = {(fabric.id, fabric.clique) for fabric in fabrics if fabric is not None and fabric.usable is Tri.YES}
+    return len(domains) == 1 and all(fabric is not None and fabric.usable is Tri.YES for fabric in fabrics)
 
 
 def _reached(node: NodeInventory, matrix: str, a: int, b: int) -> bool | None:
@@ -132,9 +145,9 @@ def _cost(protocol: str, edge: Edge) -> TransferCost:
     if protocol == "host_shm":
         return TransferCost(_PINNED / 2, fixed_s=0.01, provenance="derived")
     pairs, scale_up = _pairs(edge), table(node).get("scale_up").value
-    if protocol == "device_ipc" and not pairs:
+    if protocol == "device_ipc" and not pairs and edge.on_one_host:
         return TransferCost(_ON_ONE_DEVICE, fixed_s=0.005, provenance=provenance)
-    near = edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE)
+    near = edge.on_one_host or (protocol == "device_ipc" and edge.rank_beside_engines and _in_one_domain(edge))
     if not near or scale_up is None or any(_reached(n, "p2p_nvlink", a, b) is False for n, a, b in pairs):
         return TransferCost(None)
     if protocol == "collective":

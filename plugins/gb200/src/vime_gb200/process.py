@@ -68,7 +68,7 @@ def collective(found: CollectiveSpec, group: GroupRequest) -> CollectiveSpec:
         "IMEX daemons of two trays do not form one domain": "the group ends when it connects (invalid resource handle): "
         "no reading of one tray shows it",
     }
-    return replace(found, limits={**found.limits, **limits})
+    return replace(found, limits={**found.limits, **limits}, domain_ranks=RANKS_PER_CLIQUE)
 
 
 def environment(request: RoleRequest) -> dict[str, EnvValue]:

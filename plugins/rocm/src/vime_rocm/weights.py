@@ -38,8 +38,7 @@ def _factory(protocol: str, side: Side) -> Factory:
 
 def _preconditions(protocol: str, edge: Edge, side: Side) -> tuple[Precondition, ...]:
     if protocol == "host_shm":
-        near = edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE)
-        return (Precondition(near, "trainer and engine must run on one node to share its memory"),)
+        return (Precondition(edge.on_one_host, "trainer and engine must run on one node to share its memory"),)
     if protocol == "collective":
         request = edge.trainer if side is Side.TRAINER else edge.engine
         able = "nccl" in request.capabilities.collectives
@@ -59,10 +58,10 @@ def _same_library(edge: Edge) -> Precondition:
 
 def _ipc_preconditions(edge: Edge) -> tuple[Precondition, ...]:
     """A handle carries the exporter's device number, which HIP resolves in the importer's list of devices."""
-    near = edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE)
+    near = edge.rank_beside_engines
     both = all("hip_ipc" in request.capabilities.ipc for request in (edge.trainer, edge.engine))
     return (
-        Precondition(near, "device memory is opened on one node only"),
+        Precondition(near, "device memory is opened on its own node only, and some engine has no trainer rank there"),
         Precondition(both, "both sides must be able to open HIP memory handles"),
         Precondition(
             not near or _same_first(edge),

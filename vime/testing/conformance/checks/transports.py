@@ -91,17 +91,19 @@ def _check_cost(offer: TransportOffer, at: str) -> None:
 
 @check("C31", hooks=["vime_transports"], title="what is too far is refused with a reason")
 def too_far_is_refused(subject: Subject) -> None:
-    """Across the network what passes memory of one node is refused with a reason, and something is left that works."""
+    """Across the network what passes memory of one node is refused with a reason, and something is left that works. Roles that
+    share devices on two hosts do not share one host's memory either; device_ipc may serve them where every engine has a rank
+    on its own host."""
     for asked in subject.edges():
         relation = asked.edge.relation
         offers = offers_of(subject, asked)
         shared = [name for name in offers[Side.TRAINER] if name in offers[Side.ENGINE]]
         left = [name for name in shared if not refusals(offers, name)]
         require(left, f"no transport is left ({asked.about})", "disk needs nothing of the hardware")
-        local = {Relation.NETWORK: NEAR, Relation.SAME_DOMAIN: ("host_shm",)}.get(relation, ())
+        local = NEAR if relation is Relation.NETWORK else () if asked.edge.on_one_host else ("host_shm",)
         usable = sorted(set(local) & set(left))
         what = f"{', '.join(usable)} is offered without a failed precondition ({asked.about})"
-        require(not usable, what, "add a precondition on edge.relation")
+        require(not usable, what, "add a precondition: edge.on_one_host, or edge.rank_beside_engines for device_ipc")
 
 
 @check("C32", hooks=["vime_transports"], title="weights arrive")
@@ -146,7 +148,7 @@ def _nearest(subject: Subject, case: Case) -> Iterator[tuple[str, dict[Side, Off
     """Every protocol with the nearest relation inside a node that allows it."""
     found: set[str] = set()
     for asked in subject.edges(cases=[case]):
-        if asked.edge.relation not in (Relation.SAME_DEVICE, Relation.SAME_NODE):
+        if not asked.edge.on_one_host:
             continue
         offers = offers_of(subject, asked)
         for protocol in offers[Side.TRAINER]:
