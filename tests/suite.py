@@ -33,6 +33,7 @@ LONGEST = (
     "tests/contract",
     "tests/integration/test_weight_sync.py",
     "tests/integration/test_trainer_layouts.py",
+    "tests/integration/test_nodes.py",
 )
 """Groups to start first; a long group that starts last leaves a core idle."""
 
@@ -50,10 +51,12 @@ PART_OF: Mapping[str, str] = {
     "tests/unit/platforms": "plugins",
     "tests/unit/hooks": "plugins",
     "tests/integration/test_acme_run": "plugins",
+    "tests/integration/test_mixed_run": "plugins",
     "tests/contract/test_hardware_plans": "topology",
     "tests/unit/topology": "topology",
     "tests/unit/planning": "topology",
     "tests/integration/test_device_masks": "topology",
+    "tests/integration/test_nodes": "topology",
     "tests/contract/test_examples": "topology",
     "tests/contract/test_step_times": "topology",
     "tests/integration/test_examples_run": "topology",
@@ -63,6 +66,7 @@ PART_OF: Mapping[str, str] = {
     "tests/unit/models": "training",
     "tests/integration/test_trainer_layouts": "training",
     "tests/integration/test_experts_run": "training",
+    "tests/integration/test_roles_run": "training",
     "tests/integration/test_bench_step": "training",
     "tests/integration/test_weight_sync": "training",
     "tests/unit/weights": "training",

@@ -51,8 +51,10 @@ def _add_make(commands: Any) -> None:
 
 
 def _add_tiny_model(commands: Any) -> None:
-    tiny = commands.add_parser("tiny-model", help="a small random Qwen3 with a tokenizer of its own", allow_abbrev=False)
+    tiny = commands.add_parser("tiny-model", help="a small random model with a tokenizer of its own", allow_abbrev=False)
     tiny.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the model")
+    family = "qwen2, qwen3, llama, or with --experts qwen3, glm4_moe or deepseek_v3 (qwen3)"
+    tiny.add_argument("--family", default="qwen3", metavar="NAME", help=family)
     tiny.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="prompt file that trains the tokenizer")
     for name, default, what in (
         ("hidden", 128, "hidden size"),
@@ -65,7 +67,7 @@ def _add_tiny_model(commands: Any) -> None:
         ("max-vocab", 384, "most tokenizer entries"),
     ):
         tiny.add_argument(f"--{name}", type=_count, default=default, metavar="N", help=f"{what} ({default})")
-    experts = "a mixture of N experts in every layer, each --ffn wide; a token goes to 2 of them"
+    experts = "a mixture of N experts, each --ffn wide; a token goes to 2 of them"
     tiny.add_argument("--experts", type=_count, default=0, metavar="N", help=experts)
     tiny.add_argument("--untied", action="store_true", help="output layer apart from the embedding")
     tiny.add_argument("--seed", type=int, default=0, help="seeds the weights (0)")
@@ -90,10 +92,11 @@ def run_make(args: argparse.Namespace) -> int:
 def run_tiny_model(args: argparse.Namespace) -> int:
     """Handler of `vime data tiny-model`."""
     from vime.data.make import make_start_model
-    from vime.data.tiny_model import Qwen3Shape
+    from vime.data.tiny_model import TinyShape
 
-    shape = Qwen3Shape(
+    shape = TinyShape(
         vocab_size=args.max_vocab,
+        family=args.family,
         hidden=args.hidden,
         layers=args.layers,
         heads=args.heads,

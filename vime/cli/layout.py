@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from vime.cli.prepare import Hardware
 from vime.config.load import LoadedConfig
-from vime.errors import PlanError
+from vime.errors import ConfigError, PlanError
 from vime.facts.diagnosis import ProbeContext, Severity
 from vime.facts.inventory import NodeInventory
 from vime.facts.model import ModelShape
+from vime.planning.joined import check_engines
 from vime.planning.make import Here, make_plan
 from vime.planning.needs import needs_from
 from vime.planning.plan import Plan
+from vime.planning.updates import check_update
 from vime.platforms.discovery import Discovery, discover
 from vime.platforms.lineage import Platform
 from vime.platforms.policy import AUTO, PluginPolicy
@@ -22,15 +25,22 @@ from vime.topology.load import LoadedTopology, fill_device, fill_platform, load_
 from vime.topology.model import Pool
 from vime.topology.profiles import choose_profile, looks_like
 
+if TYPE_CHECKING:
+    from vime.cluster.joined import JoinedCluster
+
 
 @dataclass(frozen=True)
 class Layout:
-    """A topology with every platform filled in. `notes` are what the search for platforms met."""
+    """A topology with every platform filled in. `notes` are what the search for platforms met.
+
+    `nodes` are those of a joined cluster, by pool.
+    """
 
     topology: LoadedTopology
     platforms: Mapping[str, Platform]
     plugins: Discovery
     notes: tuple[str, ...] = ()
+    nodes: Mapping[str, tuple[NodeInventory, ...]] = field(default_factory=dict)
 
 
 def lay_out(loaded: LoadedConfig, hardware: Hardware) -> Layout:
@@ -40,6 +50,9 @@ def lay_out(loaded: LoadedConfig, hardware: Hardware) -> Layout:
     plugins = discover(PluginPolicy.read(platform=config.platform, allow=config.plugins.allow, deny=config.plugins.deny))
     notes: tuple[str, ...] = ()
     if AUTO in topology.platforms():
+        if hardware.live and config.cluster.address is not None:
+            what = "`platform: auto` looks at one machine, and the run joins a cluster of several"
+            raise ConfigError(what, where=loaded.where("platform"), fix="give --platform NAME, that of the cluster's nodes")
         recorded = {recording.platform for recording in hardware.recordings}
         topology = fill_platform(topology, recorded.pop() if len(recorded) == 1 else plugins.detect())
         notes = tuple(check.finding for check in plugins.findings() if check.severity is Severity.WARNING)
@@ -49,19 +62,53 @@ def lay_out(loaded: LoadedConfig, hardware: Hardware) -> Layout:
     return Layout(fill_device(topology, hardware.device, kinds), platforms, plugins, notes)
 
 
-def plan_layout(loaded: LoadedConfig, layout: Layout, model: ModelShape, hardware: Hardware) -> Plan:
-    """Plan a laid-out run. Raises what `make_plan` raises; of a run also the platform's own error where hardware is missing."""
+def join(layout: Layout, address: str) -> tuple[Layout, JoinedCluster]:
+    """The layout on the nodes of a running cluster, whose hardware is read there.
+
+    Raises PlacementError where no cluster answers, TopologyError where its nodes do not suffice.
+    """
+    from vime.cluster.joined import look_around
+    from vime.planning.joined import choose_nodes
+
+    cluster = look_around(address, layout.platforms, layout.plugins.resolved())
+    topology, nodes = choose_nodes(layout.topology, cluster.offers, address=address)
+    return replace(layout, topology=topology, nodes=nodes), cluster
+
+
+def plan_layout(
+    loaded: LoadedConfig,
+    layout: Layout,
+    model: ModelShape,
+    hardware: Hardware,
+    cluster: JoinedCluster | None = None,
+) -> Plan:
+    """Plan a laid-out run. Raises what `make_plan` and `check_update` raise; of a run also the platform's own error where
+    hardware is missing.
+    """
     env = dict(os.environ)
-    nodes = _live_nodes(layout, env) if hardware.live else _paper_nodes(layout, hardware, env)
+    if cluster is not None:
+        nodes, here = _Nodes(layout.nodes), _there(layout, cluster)
+    else:
+        nodes = _live_nodes(layout, env) if hardware.live else _paper_nodes(layout, hardware, env)
+        here = Here(env, nodes.live)
     plan = make_plan(
         layout.topology,
         model=model,
         needs=needs_from(loaded.config),
         platforms=layout.platforms,
         inventories=nodes.found,
-        here=Here(env, nodes.live),
+        here=here,
     )
+    if cluster is not None:
+        check_engines(plan)
+    check_update(plan, loaded.config.weights.update, where=loaded.where("weights.update"))
     return replace(plan, notes=(*plan.notes, *nodes.notes, *layout.notes))
+
+
+def _there(layout: Layout, cluster: JoinedCluster) -> Here:
+    """What processes inherit on the cluster's nodes; of what a whole run has once, the first node is asked."""
+    first = next(node for nodes in layout.nodes.values() for node in nodes)
+    return Here(cluster.env[first.hostname], frozenset(layout.nodes), cluster.env)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "look for what usually goes wrong on this machine",
     "plugins": "list and show platform plugins",
     "topology": "list, show and check topologies",
+    "node": "make this machine a node of a Ray cluster",
     "data": "make prompt files and tiny models",
     "report": "write the report of a run",
     "bench": "measure a part beside its floor",

@@ -11,6 +11,7 @@ from vime.errors import ConfigError
 
 if TYPE_CHECKING:
     from vime.cli.recordings import Recording
+    from vime.cluster.joined import JoinedCluster
     from vime.config.load import LoadedConfig
     from vime.config.schema import Config
     from vime.planning.plan import Plan
@@ -39,9 +40,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 class Hardware:
     """Where the nodes of a plan come from.
 
-    `live` is a run: this machine, or the platform's own error. Otherwise the plan is made on paper: from `recordings`, else
-    from this machine where it is the platform's and what the topology asks for, else from nominal devices, of which
-    `device` picks one for pools that name none.
+    `live` is a run: the joined cluster, or this machine, or the platform's own error. Otherwise the plan is made on paper:
+    from `recordings`, else from this machine where it is the platform's and what the topology asks for, else from nominal
+    devices, of which `device` picks one for pools that name none.
     """
 
     live: bool = False
@@ -51,12 +52,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is checked and planned. `plugins` is what the driver resolved."""
+    """A run that is checked and planned. `plugins` is what the driver resolved, `cluster` the one that is joined."""
 
     loaded: LoadedConfig
     topology: LoadedTopology
     plan: Plan
     plugins: Discovery
+    cluster: JoinedCluster | None = None
 
     @property
     def config(self) -> Config:
@@ -71,6 +73,8 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
             raise ConfigError(f"expected KEY=VALUE, got {word!r}", where="command line", fix="e.g. schedule.num_steps=10")
     words += [f"platform={args.platform}"] if args.platform is not None else []
     words += [f"topology={args.topology}"] if args.topology is not None else []
+    address = getattr(args, "ray_address", None)
+    words += [f"cluster.address={address}"] if address is not None else []
     return words
 
 
@@ -97,7 +101,7 @@ def prepare(args: argparse.Namespace) -> Prepared:
 
 def prepare_loaded(loaded: LoadedConfig, hardware: Hardware) -> Prepared:
     """Check the model, the data and the topology of a configuration, and plan it. Needs no torch."""
-    from vime.cli.layout import lay_out, plan_layout
+    from vime.cli.layout import join, lay_out, plan_layout
     from vime.data.prompts import check_prompt_file
     from vime.models.registry import read_shape
 
@@ -105,8 +109,10 @@ def prepare_loaded(loaded: LoadedConfig, hardware: Hardware) -> Prepared:
     model = read_shape(config.model.path)
     for path in (config.data.path, *(s.path for s in config.evaluation.sets)):
         check_prompt_file(config.data.model_copy(update={"path": path}))
-    layout = lay_out(loaded, hardware)
-    return Prepared(loaded, layout.topology, plan_layout(loaded, layout, model, hardware), layout.plugins)
+    layout, cluster = lay_out(loaded, hardware), None
+    if hardware.live and config.cluster.address is not None:
+        layout, cluster = join(layout, config.cluster.address)
+    return Prepared(loaded, layout.topology, plan_layout(loaded, layout, model, hardware, cluster), layout.plugins, cluster)
 
 
 _NEEDED = (("*.safetensors", "no weights (*.safetensors)"), ("tokenizer*.json", "no tokenizer"))
@@ -115,6 +121,16 @@ _NEEDED = (("*.safetensors", "no weights (*.safetensors)"), ("tokenizer*.json", 
 def missing_parts(folder: Path) -> list[str]:
     """What a model folder lacks for a run, in words; sizes (config.json) are looked at elsewhere."""
     return [what for pattern, what in _NEEDED if not any(folder.glob(pattern))]
+
+
+def require_models(config: Config) -> None:
+    """Raises ConfigError where the folder of the policy or of another training role is not enough for a run."""
+    require_whole_model(config.model.path)
+    for task, folder in config.model.others.items():
+        if not any(folder.glob("*.safetensors")):
+            raise ConfigError(
+                f"{task} {folder} has no weights (*.safetensors)", where=f"model.{task}", fix="give a whole folder"
+            )
 
 
 def require_whole_model(folder: Path) -> None:

@@ -27,6 +27,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("run", help="train by reinforcement learning or on labels", allow_abbrev=False)
     add_run_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of run.dir")
+    parser.add_argument(
+        "--ray-address", default=None, metavar="HOST:PORT", help="use this running cluster (cluster.address); never stopped"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check and plan, start nothing; the hardware need not be here")
     parser.set_defaults(handler=handle)
 
@@ -45,9 +48,9 @@ def handle(args: argparse.Namespace) -> int:
 
 def train(prepared: Prepared, *, resume: bool) -> int:
     """Run a checked and planned configuration to its end; 130 after an interrupt."""
-    from vime.cli.prepare import require_whole_model
+    from vime.cli.prepare import require_models
 
-    require_whole_model(prepared.config.model.path)
+    require_models(prepared.config)
     directory = prepared.config.run.dir
     beginning = begin(directory, resume=resume)
     _write_record(prepared, directory)
@@ -78,7 +81,7 @@ async def _supervised(prepared: Prepared, recorder: Any, beginning: Beginning) -
     from vime.assemble import Order, Start, run
 
     start = Start(beginning.incarnation, beginning.snapshot)
-    order = Order(prepared.config, prepared.plan, prepared.plugins.resolved(), start)
+    order = Order(prepared.config, prepared.plan, prepared.plugins.resolved(), start, prepared.cluster)
     task = asyncio.ensure_future(run(order, recorder))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

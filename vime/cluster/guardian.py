@@ -38,6 +38,17 @@ def guardian_command(*, segments: str = "", owner: int | None = None) -> tuple[s
     return (*words, "--")
 
 
+def guard_segments(prefix: str) -> subprocess.Popen[bytes]:
+    """Start a guardian of this process that removes shared memory named with the prefix once this process is gone.
+
+    For processes on a node that outlives the run: no guardian above them ends with it.
+    """
+    wait = [sys.executable, "-S", "-E", "-c", "import signal; signal.pause()"]
+    command = [*guardian_command(segments=prefix), *wait]
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+
+
 def _stat(pid: int) -> tuple[int, int] | None:
     """(parent pid, start time in ticks), or None when the process is gone or a zombie."""
     try:

@@ -29,13 +29,16 @@ PROCESS_LOGS = "ray"
 PATIENCE_S = 20.0
 """For a head to end."""
 
+START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
+"""The module, not the script beside the interpreter: packages on PYTHONPATH bring none."""
+
 KEPT_FILE_BYTES, KEPT_BYTES = 64 * 1024, 2 * 1024 * 1024
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without proxies: what vime starts talks to loopback only."""
-    kept = {k: v for k, v in os.environ.items() if k.lower() not in _PROXIES}
+    """This process's environment without proxies, which no process of a run needs, and without a cluster's address."""
+    kept = {k: v for k, v in os.environ.items() if k.lower() not in _PROXIES and k != "RAY_ADDRESS"}
     return {**kept, "NO_PROXY": f"{LOOPBACK},localhost", "no_proxy": f"{LOOPBACK},localhost", **(extra or {})}
 
 
@@ -43,6 +46,7 @@ class RaySession:
     """Starts or joins a cluster and connects this process to it.
 
     `resources` and `labels` are those of a local head. Variables in `unset` are taken out of this process and of the head.
+    With an `address` that cluster is used as it is; RAY_ADDRESS is not read.
     """
 
     def __init__(
@@ -82,22 +86,19 @@ class RaySession:
                 if time.monotonic() > deadline:
                     raise PlacementError(
                         f"no Ray cluster answered at {address} within {timeout_s:.0f} s: {error}",
-                        fix="check the address, or leave it out to start a local cluster",
+                        fix="check the address and that this machine is a node of the cluster (`vime node start --address "
+                        f"{address}`), or leave it out to start a local cluster",
                     ) from error
                 time.sleep(0.1)
 
     def _start_head(self) -> str:
-        port, named = _free_port(), dict(self._resources)
-        devices = named.pop("GPU", 0)  # Ray refuses its own resource among the named ones.
+        port = _free_port()
         self._temp = Path(tempfile.mkdtemp(prefix="vime-ray-"))
         self._log_dir.mkdir(parents=True, exist_ok=True)
         command = [
             *guardian_command(segments=f"vime-{self._run_id}"),
-            # The module, not the script beside the interpreter: packages on PYTHONPATH bring none.
-            *(sys.executable, "-m", "ray.scripts.scripts"),
-            "start",
+            *START,
             "--head",
-            "--block",
             f"--node-ip-address={LOOPBACK}",
             f"--port={port}",
             "--include-dashboard=false",
@@ -107,9 +108,7 @@ class RaySession:
             *_client_server(),
             f"--dashboard-agent-listen-port={_free_port()}",
             f"--num-cpus={os.cpu_count() or 1}",
-            f"--num-gpus={devices:g}",
-            f"--resources={json.dumps(named)}",
-            *([f"--labels={','.join(f'{name}={value}' for name, value in self._labels.items())}"] if self._labels else []),
+            *offered(self._resources, self._labels),
             f"--object-store-memory={128 << 20}",
             f"--temp-dir={self._temp}",
             "--disable-usage-stats",
@@ -141,21 +140,6 @@ class RaySession:
             tail = (self._log_dir / "ray.log").read_text(errors="replace")[-2000:]
             raise PlacementError(f"Ray did not start at {address}: {tail}", fix="read ray.log in the run's logs folder")
 
-    def require(self, demand: Mapping[str, float]) -> None:
-        """Refuse at once what the cluster can never hold, with what is asked and what each node has."""
-        import ray
-
-        total = ray.cluster_resources()
-        short = {name: amount for name, amount in demand.items() if amount > total.get(name, 0.0)}
-        if not short:
-            return
-        asked = ", ".join(f"{amount:g} x {name} (the cluster has {total.get(name, 0.0):g})" for name, amount in short.items())
-        nodes = "; ".join(f"{n['NodeManagerAddress']}: {_devices(n['Resources'])}" for n in ray.nodes() if n["Alive"])
-        raise PlacementError(
-            f"the topology asks for {asked}; nodes: {nodes}",
-            fix="use a smaller topology, add nodes, or start the nodes with the resource names above",
-        )
-
     def close(self) -> None:
         """Disconnect; end the local head and everything below it."""
         import ray
@@ -166,6 +150,14 @@ class RaySession:
         if self._temp is not None:
             keep_process_logs(self._temp / "session_latest" / "logs", self._log_dir / PROCESS_LOGS)
             shutil.rmtree(self._temp, ignore_errors=True)
+
+
+def offered(resources: Mapping[str, float], labels: Mapping[str, str]) -> list[str]:
+    """Words for `ray start` that say what a node offers."""
+    named = dict(resources)
+    devices = named.pop("GPU", 0)  # Ray refuses its own resource among the named ones, and counts devices itself unless told.
+    words = [f"--num-gpus={devices:g}", f"--resources={json.dumps(named)}"]
+    return words + ([f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}"] if labels else [])
 
 
 def end_head(head: subprocess.Popen[Any]) -> None:
@@ -217,11 +209,6 @@ def restore_signals() -> None:
     """Put Python's handlers back in the main thread: connecting installs native ones that only dump a stack."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.getsignal(number))
-
-
-def _devices(resources: Mapping[str, Any]) -> str:
-    skip = ("node:", "memory", "object_store_memory")
-    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items()) if not name.startswith(skip))
 
 
 def _client_server() -> list[str]:

@@ -26,6 +26,8 @@ from vime.weights.gate import TOKEN_HEADER
 __all__ = ["ENGINE_NEEDS", "EngineServer", "EngineSpec", "engine_command", "engine_env", "find_cause", "merge_engine_args"]
 
 SERVED_MODEL = "policy"
+DOOR = "vime.weights.door.Door"
+"""Around the gate of a server that other machines reach. vLLM puts a later middleware around an earlier one."""
 
 _STORE_TRUE = frozenset(
     {"headless", "grpc", "disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb"}
@@ -43,7 +45,8 @@ class EngineSpec:
     field. `run_token` identifies the run: the server must repeat it before it is used. `entry_points` are the plugins
     that vLLM may load; `expected_platform` is the vLLM platform class that they must lead to. `unset` are variables that the
     server must not inherit. `halves` are engine halves of transports, by protocol, beyond those that vime has itself.
-    `launch` None is the server of the release; `features` None are those of the vLLM that is installed where it starts.
+    `host` is the address that it listens on. `launch` None is the server of the release; `features` None are those of the vLLM
+    that is installed where it starts. With `in_flight` the server must be able to keep requests through an update.
     """
 
     model_path: Path
@@ -60,9 +63,11 @@ class EngineSpec:
     halves: Mapping[str, Factory] = field(default_factory=dict)
     launch: str | None = None
     features: EngineFeatures | None = None
+    in_flight: bool = False
     api_key: str | None = None
     seed: int = 0
     name: str = "engine"
+    host: str = LOOPBACK
     command_prefix: tuple[str, ...] = ()
 
 
@@ -78,7 +83,7 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
     own: dict[str, Any] = {
         "model": str(spec.model_path),
         "served_model_name": SERVED_MODEL,
-        "host": LOOPBACK,
+        "host": spec.host,
         "port": port,
         "dtype": spec.dtype,
         "seed": spec.seed,
@@ -88,8 +93,11 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
         "enable_expert_parallel": True if parallel.ep > 1 else None,
         "max_model_len": spec.max_model_len,
     }
+    needs = dict(engine_needs(features))
+    if spec.host != LOOPBACK:
+        needs["middleware"] = [*needs["middleware"], DOOR]
     command = [sys.executable, "-m", spec.launch or features.launch]
-    for key, value in {**own, **args, **engine_needs(features)}.items():
+    for key, value in {**own, **args, **needs}.items():
         command += flag(key, value)
     return command
 
@@ -175,7 +183,7 @@ class EngineServer:
         if self.alive():
             raise EngineError("is already running", where=self.spec.name)
         if self._lease is None:
-            self._lease = lease_port(LOOPBACK, self._fixed_port)
+            self._lease = lease_port(self.spec.host, self._fixed_port)
         self._child = Child(
             engine_command(self.spec, self._lease.port),
             name=self.spec.name,
@@ -244,7 +252,7 @@ class EngineServer:
             identity = await check_identity(session, self.url, self.spec.run_token)
         except EngineError as error:
             raise _PortTaken(error.what, where=self.spec.name, fix=error.fix) from error
-        check_routes(identity.get("routes", ()), where=self.spec.name)
+        check_routes(identity.get("routes", ()), where=self.spec.name, in_flight=self.spec.in_flight)
 
     def _death(self) -> VimeError:
         child = self._require_child()
@@ -290,13 +298,19 @@ async def check_identity(session: aiohttp.ClientSession, url: str, run_token: st
     return answer
 
 
-def check_routes(routes: Sequence[str], *, where: str) -> None:
-    """Raise EngineError where a server that lists its routes lacks some that vime needs."""
+def check_routes(routes: Sequence[str], *, where: str, in_flight: bool = False) -> None:
+    """Raise EngineError where a server that lists its routes lacks some that vime needs, or that updates in flight need."""
     if routes and (missing := missing_routes(routes)):
         raise EngineError(
             f"this vLLM's server has no route {', '.join(missing)}",
             where=where,
             fix="install a vLLM release that vime is made for (0.26 or 0.32); VLLM_SERVER_DEV_MODE must stay 1",
+        )
+    if routes and in_flight and (missing := missing_routes(routes, in_flight=True)):
+        raise EngineError(
+            f"this vLLM's server has no route {', '.join(missing)}: it cannot tell which weights sampled which token",
+            where=where,
+            fix="set weights.update: drain, or install vLLM 0.32",
         )
 
 

@@ -161,6 +161,9 @@ class RolloutWorker:
         seeded = self._setup.seeded
         seed = seed_for(self._setup.seed, prompt_id.group, prompt_id.attempt, group_size=size) if seeded else None
         generation = await self._generate(prompt, rollout.sampling, n=size, seed=seed, request_id=f"g{prompt_id.group}")
+        if any(choice.finish is SampleStatus.ABORTED for choice in generation.choices):
+            # What the response would have become is unknown: neither its tokens nor a reward for them may be trained.
+            return Outcome(prompt_id, failure="a response was ended from outside before it was whole")
         samples, counts = await self._score(prompt, generation)
         if len(samples) < size:
             return Outcome(prompt_id, dropped="unscored_sample", counts=counts)

@@ -100,6 +100,19 @@ def test_errors_of_the_run_file(vime: Vime, folder: Path) -> None:
     assert "override `rollout.batch_size=x`: `rollout.batch_size`: expected a number, got 'x'" in done.stdout
 
 
+def test_updates_in_flight_need_devices_of_their_own_and_a_run_that_is_ahead(vime: Vime, folder: Path) -> None:
+    path = folder / "run.yaml"
+    path.write_text(path.read_text() + "weights:\n  update: in_flight\n")
+    done = vime("check", str(path), "--topology", "cpu-colocate", "schedule.max_staleness=1")
+    assert done.returncode == 1
+    assert f"error: {path}:8: `weights.update: in_flight` keeps requests" in done.stdout
+    assert "fix: use drain, or a topology whose engines have devices of their own, such as cpu-disaggregated" in done.stdout
+    done = vime("check", str(path), "--topology", "cpu-disaggregated", "schedule.max_staleness=1")
+    assert (done.returncode, "warning" in done.stdout) == (0, False)
+    done = vime("check", str(path), "--topology", "cpu-disaggregated")
+    assert f"warning: {path}:8: `weights.update` has no effect: at schedule.max_staleness 0" in done.stdout
+
+
 def test_missing_files(vime: Vime, folder: Path) -> None:
     done = vime("check", str(folder / "run.yaml"), "data.path=/none/d.jsonl", "model.path=/none/model")
     assert done.returncode == 1

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from vime.cluster.checkpoints import RunCheckpoints
-from vime.cluster.links import TrainerLink
 from vime.config.schema import CheckpointSection
 from vime.types import PolicyVersion, StepReport
 
 STEPS = 5
 
 
-class Ranks:
-    """One rank with nothing to write."""
-
-    async def all(self, method: str, directory: Path) -> list[None]:
-        assert method == "save"
-        await asyncio.to_thread(directory.mkdir, parents=True)
-        return [None]
+async def write(directory: Path) -> None:
+    """Of a rank with nothing to write."""
+    await asyncio.to_thread((directory / "trainer").mkdir, parents=True)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +34,7 @@ def test_due_steps(tmp_path: Path, section: dict[str, Any], expected: list[int])
     saved: list[int] = []
     checkpoints = RunCheckpoints(
         tmp_path,
-        cast("TrainerLink", Ranks()),
+        write,
         CheckpointSection(**section),
         is_last=lambda step: step == STEPS,
         state=lambda _: {},

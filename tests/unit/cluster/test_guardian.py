@@ -63,6 +63,25 @@ def test_a_killed_owner_leaves_nothing() -> None:
     assert not segment.exists()
 
 
+def test_a_killed_process_that_guards_its_segments_leaves_none() -> None:
+    """As a trainer rank on a node that outlives the run."""
+    code = "import time; from pathlib import Path; from vime.cluster.guardian import guard_segments; "
+    code += f"g = guard_segments({PREFIX!r}); Path('{SHARED_MEMORY}/{PREFIX}-2').write_bytes(b'x'); print(g.pid, flush=True);"
+    owner = subprocess.Popen([sys.executable, "-c", code + "time.sleep(60)"], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    guardian = int(owner.stdout.readline())
+    deadline = time.monotonic() + 10
+    while len(descendants(guardian)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    family, path = descendants(guardian), Path(f"{SHARED_MEMORY}/{PREFIX}-2")
+    assert len(family) == 2
+    assert path.exists()
+    owner.kill()
+    owner.wait()
+    assert wait_gone(family, 10)
+    assert not path.exists()
+
+
 @pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
 def test_the_exit_code_is_the_commands(code: str, expected: int) -> None:
     done = subprocess.run([*guardian_command(), sys.executable, "-c", code])

@@ -59,7 +59,6 @@ class Memory:
     log: list[str] = field(default_factory=list)
     leaves: bool = True
 
-    async def to_train(self) -> None: ...
     async def to_publish(self) -> None:
         self.log.append("parameters are there")
 

@@ -12,6 +12,7 @@ import pytest
 from vime.cluster.links import TrainerLink
 from vime.cluster.trainer_process import HalfInfo, TrainerProcess
 from vime.errors import TrainerError
+from vime.weights.hosts import ANYWHERE
 
 NAMES = ("a", "b", "c")
 
@@ -151,10 +152,12 @@ async def test_every_rank_streams() -> None:
     assert [actor.log for actor in actors] == [[("stream", False, False)]] * 2
 
 
-async def opened(actors: list[Actor], *, every_rank: bool) -> TrainerLink:
+async def opened(actors: list[Actor], *, every_rank: bool, hosts: str = "AA") -> TrainerLink:
     for rank, actor in enumerate(actors):
-        actor.outcomes["open_transfer"] = HalfInfo(True, every_rank, {"rank": rank}, 3)
-        actor.outcomes["init_info"] = {"protocol": "p", "info": {"rank": rank, "rings": [f"ring {rank}"]}}
+        actor.outcomes["open_transfer"] = HalfInfo(True, every_rank, {"rank": rank}, 3, hosts[rank])
+        manifest = [] if rank else ["row"]
+        info = {"rank": rank, "rings": [f"ring {rank}"]}
+        actor.outcomes["init_info"] = {"protocol": "p", "manifest": manifest, "info": info}
     link = TrainerLink(actors)
     await link.open_transfer("setup")  # type: ignore[arg-type]
     return link
@@ -163,14 +166,32 @@ async def opened(actors: list[Actor], *, every_rank: bool) -> TrainerLink:
 async def test_rings_of_all_ranks_are_offered_in_their_order() -> None:
     actors = [Actor(), Actor()]
     link = await opened(actors, every_rank=True)
-    assert await link.init_info(4) == {"protocol": "p", "info": {"rank": 0, "rings": ["ring 0", "ring 1"]}}
+    offer = {"protocol": "p", "manifest": ["row"], "info": {"rank": 0, "rings": ["ring 0", "ring 1"]}}
+    assert link.by_host
+    assert await link.init_info({"A": 4}) == {"A": offer}
     assert actors[1].words("open_transfer") == [["setup", {"rank": 0}]]
+
+
+async def test_each_host_has_the_rings_of_its_own_ranks_which_know_of_its_own_workers_alone() -> None:
+    actors = [Actor(), Actor(), Actor(), Actor()]
+    link = await opened(actors, every_rank=True, hosts="ABAC")
+    offers = await link.init_info({"A": 4, "B": 8, "D": 1})
+    assert {host: offer["info"]["rings"] for host, offer in offers.items()} == {
+        "A": ["ring 0", "ring 2"],
+        "B": ["ring 1"],
+        "C": ["ring 3"],
+    }
+    assert [actor.words("init_info") for actor in actors] == [[[4]], [[8]], [[4]], [[0]]]
+    assert all(offer["manifest"] == ["row"] for offer in offers.values()), "rank 0 alone tells it"
 
 
 async def test_where_only_the_first_rank_sends_the_others_are_not_asked() -> None:
     actors = [Actor(), Actor()]
     link = await opened(actors, every_rank=False)
-    assert (await link.init_info(4))["info"]["rank"] == 0
+    assert not link.by_host
+    offers = await link.init_info({"A": 3, "B": 1})
+    assert {host: offer["info"]["rank"] for host, offer in offers.items()} == {ANYWHERE: 0}
+    assert actors[0].words("init_info") == [[4]]
     await link.connect()
     assert [name for name, *_ in actors[1].log] == ["open_transfer"]
 
