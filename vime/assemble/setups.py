@@ -5,18 +5,21 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vime.cluster.guardian import guardian_command
 from vime.cluster.trainer_process import TransferSetup
 from vime.cluster.trainer_role import StepRules
-from vime.config.schema import Config, SftSection
+from vime.config.algorithms import PpoSection, SftSection, skips_flat_groups
+from vime.config.schema import Config
 from vime.facts.memory import Tag
 from vime.facts.process import Factory
 from vime.memory.residency import TRAINER_TAGS
 from vime.observe import layout
-from vime.planning.plan import Plan, TransportPlan, pool_of
+from vime.planning.plan import Plan, Task, TrainerPlan, TransportPlan, pool_of
 from vime.rollout.engine import EngineSpec
+from vime.rollout.ports import LOOPBACK
 from vime.rollout.router import RouterSpec
 from vime.rollout.sft_rollout import SupervisedSetup
 from vime.rollout.worker import WorkerSetup
@@ -52,15 +55,38 @@ def sleep_level(plan: Plan) -> int:
 
 
 def takes_turns_at_start(plan: Plan) -> bool:
-    """Whether engines start after the trainer: vLLM measures a device while it starts, and fails where another process takes
-    or frees memory of it meanwhile.
+    """Whether those on the actor's devices start one after the other, engines last: vLLM measures a device while it starts, and
+    fails where another process takes or frees memory of it meanwhile.
     """
-    return plan.shared and not pool_of(plan.pools, plan.actor.pool).binding.virtual
+    return _crowded(plan) and not pool_of(plan.pools, plan.actor.pool).binding.virtual
 
 
-def away_at_start(plan: Plan) -> tuple[Tag, ...]:
-    """What the trainer takes off shared devices before engines start: they need at once all that they will ever have."""
-    return TRAINER_TAGS if sleep_level(plan) and takes_turns_at_start(plan) else ()
+def _crowded(plan: Plan) -> bool:
+    """Whether anyone else is on the actor's devices."""
+    return plan.shared or any(plan.shares_actor(other) for other in plan.others)
+
+
+def away_at_start(plan: Plan) -> bool:
+    """Whether training roles leave shared devices before anyone else starts there: engines need at once all that they will
+    ever have, and roles that take turns may not fit together.
+    """
+    others = any(plan.shares_actor(other) for other in plan.others)
+    return plan.residency == "park" and takes_turns_at_start(plan) and (others or sleep_level(plan) > 0)
+
+
+def tags_of(role: TrainerPlan) -> tuple[Tag, ...]:
+    """What a training role has on its devices."""
+    return TRAINER_TAGS if role.trained else (Tag.PARAMS,)
+
+
+def devices_of(plan: Plan) -> dict[str, int]:
+    """By training role a number that roles on the same devices have in common."""
+    found: dict[str, int] = {}
+    for role in plan.trainers:
+        mine = set(role.request.placement.slots)
+        beside = [o for o in plan.trainers if o.role in found and o.pool == role.pool and mine & {*o.request.placement.slots}]
+        found[role.role] = found[beside[0].role] if beside else len(found)
+    return found
 
 
 def engine_bytes(plan: Plan) -> dict[str, dict[str, int]]:
@@ -74,13 +100,13 @@ def engine_bytes(plan: Plan) -> dict[str, dict[str, int]]:
     return found
 
 
-def trainer_setups(config: Config, plan: Plan) -> list[TrainerSetup]:
-    """One a rank; the rendezvous address is filled in when rank 0 lives."""
-    role, slots = plan.actor, plan.actor.request.placement.slots
-    trainer = config.trainer.model_copy(update={"recompute": plan.recompute})
+def trainer_setups(config: Config, plan: Plan, role: TrainerPlan) -> list[TrainerSetup]:
+    """One a rank of a training role; the rendezvous address is filled in when rank 0 lives."""
+    slots = role.request.placement.slots
+    trainer = config.trainer.model_copy(update={"recompute": plan.recompute, **_own_trainer(config, role)})
     return [
         TrainerSetup(
-            model_path=config.model.path,
+            model_path=model_folder(config, role.task),
             dtype=plan.dtype,
             parallel=role.request.parallel,
             rank=rank,
@@ -99,9 +125,22 @@ def trainer_setups(config: Config, plan: Plan) -> list[TrainerSetup]:
             adaptation=role.adaptation,
             collective=role.collective,
             memory=role.memory,
+            role=role.role,
+            task=role.task,
         )
         for rank, slot in enumerate(slots)
     ]
+
+
+def model_folder(config: Config, task: Task) -> Path:
+    """The folder that a training role begins with."""
+    return config.model.others.get(task, config.model.path)
+
+
+def _own_trainer(config: Config, role: TrainerPlan) -> dict[str, Any]:
+    """What of `trainer` is a role's own: the critic's optimizer."""
+    section = config.algorithm
+    return {"optimizer": section.critic.optimizer} if role.task == "critic" and isinstance(section, PpoSection) else {}
 
 
 def engine_specs(config: Config, plan: Plan, keys: Keys) -> list[EngineSpec]:
@@ -122,6 +161,7 @@ def engine_specs(config: Config, plan: Plan, keys: Keys) -> list[EngineSpec]:
             entry_points=engine.defaults.entry_points,
             expected_platform=engine.defaults.expected_platform,
             launch=engine.defaults.launch or EngineSpec.launch,
+            in_flight=config.weights.update == "in_flight",
             seed=config.run.seed + engine.index,
             name=f"engine {engine.index}",
         )
@@ -178,8 +218,8 @@ def worker_setups(config: Config, keys: Keys, *, sampled: bool) -> Sequence[Any]
     return [setup] * config.rollout.workers if sampled else []
 
 
-def transfer_setup(config: Config, plan: Plan, *, run_id: str) -> TransferSetup:
-    """The trainer's half of the transport that the plan chose."""
+def transfer_setup(config: Config, plan: Plan, *, run_id: str, host: str = LOOPBACK, guarded: bool = False) -> TransferSetup:
+    """The trainer's half of the transport that the plan chose. Engines reach rank 0 at `host`; `guarded` as there."""
     assert plan.transport is not None
     return TransferSetup(
         factory=plan.transport.trainer.factory,
@@ -187,18 +227,19 @@ def transfer_setup(config: Config, plan: Plan, *, run_id: str) -> TransferSetup:
         directory=config.run.dir,
         bucket_bytes=plan.transport.buffer_bytes,
         timeout_s=config.weights.timeout_s,
+        host=host,
+        guarded=guarded,
     )
 
 
-def step_rules(config: Config, plan: Plan) -> StepRules:
-    """How a batch becomes optimizer steps. Flat groups are left out only where advantages alone give gradient."""
-    algorithm = config.algorithm
-    supervised = isinstance(algorithm, SftSection)
+def step_rules(config: Config) -> StepRules:
+    """How a batch becomes optimizer steps."""
+    section = config.algorithm
     return StepRules(
-        parallel=plan.actor.request.parallel,
         max_tokens=config.trainer.max_tokens_per_micro_batch,
         updates_per_step=config.trainer.updates_per_step,
-        skip_flat=not supervised and algorithm.flat_groups == "skip" and algorithm.entropy_coef == 0,
-        supervised=supervised,
+        skip_flat=skips_flat_groups(section),
+        supervised=isinstance(section, SftSection),
         timeout_s=config.trainer.step_timeout_s,
+        critic_warmup_steps=section.critic.warmup_steps if isinstance(section, PpoSection) else 0,
     )

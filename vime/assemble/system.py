@@ -10,20 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vime.assemble import setups
-from vime.cluster.checkpoints import TRAINER, RunCheckpoints
+from vime.assemble.trainers import memory_of, start_trainers, team_of, trainer_starts
+from vime.cluster.checkpoints import RunCheckpoints, save_team
 from vime.cluster.fleet import EngineFleet, FleetRules
-from vime.cluster.launch import (
-    Placement,
-    Plugins,
-    demand,
-    engine_actors,
-    labels,
-    masked_out,
-    rollout_workers,
-    start_trainer,
-)
+from vime.cluster.joined import JoinedCluster, check_shared
+from vime.cluster.launch import Plugins, engine_actors, rollout_workers
 from vime.cluster.links import RolloutWorkerLink, TrainerLink
-from vime.cluster.memory_role import Parked, Resident
+from vime.cluster.placement import Placement, demand, labels, masked_out
 from vime.cluster.session import RaySession, restore_signals
 from vime.cluster.sync_role import NoSync, Publishing, SyncRules, no_turn
 from vime.cluster.trainer_role import MegatronTrainer
@@ -35,6 +28,7 @@ from vime.data.snapshot import Snapshot
 from vime.data.source import PromptSource
 from vime.facts.process import Factory
 from vime.loop import train
+from vime.memory.residency import TRAINER_TAGS
 from vime.observe import layout
 from vime.observe.jsonl import RowKind
 from vime.observe.recorder import Recorder
@@ -74,12 +68,16 @@ class Start:
 
 @dataclass(frozen=True)
 class Order:
-    """A run to be made: checked configuration, its plan, the plugins that the driver resolved, where to begin."""
+    """A run to be made: checked configuration, its plan, the plugins that the driver resolved, where to begin.
+
+    `cluster` is the one that the plan was made for, None where vime starts one on this machine.
+    """
 
     config: Config
     plan: Plan
     plugins: Plugins
     start: Start
+    cluster: JoinedCluster | None = None
 
 
 async def run(order: Order, recorder: Recorder) -> None:
@@ -94,20 +92,27 @@ async def run(order: Order, recorder: Recorder) -> None:
 
 @dataclass(frozen=True)
 class System:
-    """The started processes of a run. `fleet` is None where nothing is sampled."""
+    """The started processes of a run. `trainers` are all training roles, the actor first; `fleet` is None where nothing is
+    sampled.
+    """
 
     config: Config
     plan: Plan
     recorder: Recorder
     start: Start
-    trainer: TrainerLink
+    trainers: Mapping[str, TrainerLink]
     workers: Sequence[RolloutWorkerLink]
     data: WorkerInfo
     fleet: EngineFleet | None
 
+    @property
+    def trainer(self) -> TrainerLink:
+        """The actor."""
+        return self.trainers[self.plan.actor.role]
+
 
 async def launch(order: Order, recorder: Recorder, stack: AsyncExitStack) -> System:
-    """Start Ray, then trainer, engines and rollout workers, side by side unless trainer and engines share real devices.
+    """Start Ray, then training roles, engines and rollout workers, side by side except on real devices that are shared.
 
     What was started ends with the stack.
     """
@@ -116,6 +121,7 @@ async def launch(order: Order, recorder: Recorder, stack: AsyncExitStack) -> Sys
     for path in sweep_segments("vime-").removed:
         recorder.event("segment_removed", f"{path} was left by a process that is gone")
     session = RaySession(
+        address=order.cluster.address if order.cluster else None,
         resources=demand(plan),
         log_dir=config.run.dir / layout.LOGS,
         run_id=keys.run_id,
@@ -125,30 +131,34 @@ async def launch(order: Order, recorder: Recorder, stack: AsyncExitStack) -> Sys
     stack.callback(session.close)
     await asyncio.to_thread(session.start)
     restore_signals()
-    session.require(demand(plan))
-    placement = Placement(plan)
+    placement = Placement(plan, order.cluster.nodes if order.cluster else None)
+    if order.cluster:
+        stack.callback(placement.close)
     await placement.reserve()
+    if order.cluster:
+        await asyncio.to_thread(check_shared, config.run.dir, placement.hosts, run_id=keys.run_id)
     fleet = _fleet(order, placement, recorder, keys) if plan.engines else None
     if fleet is not None:
         stack.push_async_callback(fleet.stop)
     worker_setups = setups.worker_setups(config, keys, sampled=fleet is not None)
-    workers = rollout_workers(SAMPLER if fleet else SUPERVISED, worker_setups)
-    restore, away = start.snapshot.path / TRAINER if start.snapshot else None, setups.away_at_start(plan)
-    ranks = setups.trainer_setups(config, plan)
+    workers = rollout_workers(placement, SAMPLER if fleet else SUPERVISED, worker_setups)
     in_turn = setups.takes_turns_at_start(plan)
-    starting: list[Any] = [start_trainer(plan, placement, ranks, plugins=order.plugins, restore=restore, away=away)]
+    starts = trainer_starts(config, plan, start.snapshot)
+    starting: list[Any] = [start_trainers(plan, placement, starts, plugins=order.plugins)]
     starting.append(asyncio.gather(*(w.start() for w in workers)))
     starting += [fleet.start()] if fleet and not in_turn else []
-    trainer, infos, *_ = await asyncio.gather(*starting)
-    stack.push_async_callback(_close, trainer, workers)
+    trainers, infos, *_ = await placement.watched(asyncio.gather(*starting))
+    stack.push_async_callback(_close, trainers, workers)
     if fleet is not None:
         if in_turn:
             await fleet.start()
-        await trainer.open_transfer(setups.transfer_setup(config, plan, run_id=keys.run_id))
+        host = placement.host(plan.actor.pool, plan.actor.request.placement.slots[0])
+        transfer = setups.transfer_setup(config, plan, run_id=keys.run_id, host=host, guarded=order.cluster is not None)
+        await trainers[plan.actor.role].open_transfer(transfer)
         await asyncio.gather(*(w.connect(fleet.router_url) for w in workers))
     for reason in infos[0].skipped:
         recorder.event("row_skipped", reason)
-    return System(config, plan, recorder, start, trainer, workers, infos[0], fleet)
+    return System(config, plan, recorder, start, trainers, workers, infos[0], fleet)
 
 
 def _fleet(order: Order, placement: Placement, recorder: Recorder, keys: setups.Keys) -> EngineFleet:
@@ -164,9 +174,9 @@ def _fleet(order: Order, placement: Placement, recorder: Recorder, keys: setups.
     return EngineFleet(actors, setups.router_spec(config, plan, keys), rules, on_event=recorder.event)
 
 
-async def _close(trainer: TrainerLink, workers: Sequence[RolloutWorkerLink]) -> None:
+async def _close(trainers: Mapping[str, TrainerLink], workers: Sequence[RolloutWorkerLink]) -> None:
     """Let processes end by themselves for a moment; Ray's end takes what is left."""
-    closing = [trainer.all("close"), *(w.close() for w in workers)]
+    closing = [*(link.all("close") for link in trainers.values()), *(w.close() for w in workers)]
     await asyncio.wait([asyncio.ensure_future(asyncio.wait_for(c, 10.0)) for c in closing])
 
 
@@ -232,12 +242,14 @@ class Roles:
             order=config.rollout.order,
             start=start.version.step,
         )
+        self.buffer.watch_stale(lambda groups: self._count("rollout/returned_stale", groups))
         if start.state is not None:
             for warning in self.buffer.restore(start.state["buffer"]):
                 system.recorder.event("data_changed", warning)
         self.schedule = StepSchedule(config.schedule.num_steps, start=start.version.step, stop_when=config.schedule.stop_when)
         self.publisher = self._publisher() if system.fleet else None
-        self.memory = self._memory()
+        self.memory = memory_of(system.plan, system.trainers, system.recorder.memory)
+        self.team = team_of(system.plan, system.trainers, self.memory)
         self.rollout = VllmRollout(system.workers, source, gate=self, on_count=self._count, chunk=config.rollout.batch_size)
         self.shared = SharedTurns(system.workers, load=self.rollout, on_train=self._on_train) if self._shares else None
         self.evaluation = self._evaluation()
@@ -250,10 +262,9 @@ class Roles:
 
     def run(self) -> Run:
         """The roles as the loop takes them."""
-        config, plan = self.system.config, self.system.plan
         trainer = MegatronTrainer(
-            self.system.trainer,
-            setups.step_rules(config, plan),
+            self.team,
+            setups.step_rules(self.system.config),
             incarnation=self.system.start.incarnation,
             on_event=self.system.recorder.event,
         )
@@ -275,9 +286,9 @@ class Roles:
             return
         if self.system.fleet is not None and setups.sleep_level(self.system.plan):
             await self.system.fleet.stop()  # They hold the devices.
-        await self.memory.to_train()
         await self.checkpoints.save(self.last)
-        await self.system.trainer.all("save_hf", self.system.config.run.dir / MODEL)
+        folder = self.system.config.run.dir / MODEL
+        await self.team.work([self.team.actor], lambda actor: actor.link.all("save_hf", folder), needs=TRAINER_TAGS)
 
     async def wait_open(self) -> None:
         """See `vime.rollout.vllm_rollout.SubmitGate`."""
@@ -301,6 +312,7 @@ class Roles:
         publisher = Publisher(
             system.trainer,
             probe=ProbeSettings(probe_ids(plan.model.vocab), plan.dtype, config.weights.probe.tolerance),
+            pause="keep" if config.weights.update == "in_flight" else "drain",
             engine_options=plan.transport.engine.options,
             sleep_level=setups.sleep_level(plan),
         )
@@ -311,13 +323,6 @@ class Roles:
         if self.publisher is not None:
             self.publisher.prepare()
             await self.publisher.vacate()
-        await self.memory.to_train()
-
-    def _memory(self) -> Resident | Parked:
-        plan, log = self.system.plan, self.system.recorder.memory
-        if plan.residency == "park":
-            return Parked(self.system.trainer, setups.engine_bytes(plan), log, away=setups.away_at_start(plan))
-        return Resident(self.system.trainer, setups.engine_bytes(plan), log)
 
     def _sync(self) -> Publishing | NoSync:
         start = self.system.start.version
@@ -345,6 +350,7 @@ class Roles:
         if report.probe_mean is not None and report.probe_max is not None:
             metrics |= {"sync/probe_abs_diff": report.probe_mean, "sync/probe_abs_diff_max": report.probe_max}
         metrics |= {f"sync/engine_{phase}": seconds for phase, seconds in report.slowest_engine.items()}
+        metrics |= {"sync/staging": report.stage_s, **{f"sync/held_{tag}": float(n) for tag, n in report.engine_bytes.items()}}
         self.system.recorder.note(RowKind.SYNC, metrics=metrics, seconds=report.seconds)
 
     # ---- evaluation and checkpoints
@@ -389,7 +395,7 @@ class Roles:
         system = self.system
         return RunCheckpoints(
             system.config.run.dir / layout.CHECKPOINTS,
-            system.trainer,
+            lambda folder: save_team(self.team, folder),
             system.config.checkpoint,
             is_last=self.schedule.is_last,
             state=self._state,

@@ -14,6 +14,7 @@ from vime.errors import DeadlineError, TrainerError, VimeError
 from vime.rollout.vllm_rollout import GroupOutcome
 from vime.rollout.worker import EvaluationResult, WorkerInfo
 from vime.types import PromptId
+from vime.weights.hosts import ANYWHERE
 from vime.weights.merge import merge_offers, merge_stage_info
 
 
@@ -55,6 +56,7 @@ class TrainerLink:
         self.streams = False
         self._every_rank = False
         self._num_tensors = 0
+        self._hosts = [ANYWHERE] * self.size
         self._sends, self._keeps = [False] * self.size, [False] * self.size
 
     @property
@@ -76,12 +78,19 @@ class TrainerLink:
         """Build the halves: rank 0's first, the other writers' with what rank 0 says of itself."""
         info: HalfInfo = await self._first("open_transfer", transfer, {})
         self.streams, self._every_rank, self._num_tensors = info.streams, info.every_rank, info.num_tensors
-        await asyncio.gather(*(self._rank(rank, "open_transfer", transfer, info.lead) for rank in range(1, self.size)))
+        others = [self._rank(rank, "open_transfer", transfer, info.lead) for rank in range(1, self.size)]
+        self._hosts = [one.host for one in (info, *await asyncio.gather(*others))]
 
-    async def init_info(self, receivers: int) -> Mapping[str, Any]:
+    @property
+    def by_host(self) -> bool:
+        return self._every_rank
+
+    async def init_info(self, receivers: Mapping[str, int]) -> Mapping[str, Mapping[str, Any]]:
+        """Where every rank sends, each is told of the engine workers on its own host, also that there are none."""
         if self._every_rank:
-            return merge_offers(await self.all("init_info", receivers))
-        return await self._first("init_info", receivers)
+            counts = [(receivers.get(host, 0),) for host in self._hosts]
+            return merge_offers(await self.each("init_info", counts), self._hosts)
+        return {ANYWHERE: await self._first("init_info", sum(receivers.values()))}
 
     async def connect(self) -> None:
         """Finish the handshakes, and learn from which ranks engines take. Those ranks keep what they sent from then on."""

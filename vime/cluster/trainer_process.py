@@ -1,4 +1,4 @@
-"""One trainer rank in its own process: the Megatron worker plus the trainer half of the weight transport."""
+"""A rank of a training role in its own process: its Megatron part and, for the actor, the trainer half of the transport."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vime.cluster.payload import RankWork, resolve
+from vime.cluster.guardian import guard_segments
+from vime.cluster.payload import RankWork, placed, resolve
 from vime.facts.memory import Tag
 from vime.facts.process import Factory
 from vime.platforms.discovery import ResolvedPlugin, impose
 from vime.trainer.setup import TrainerSetup
-from vime.types import Sample, TrainSample
+from vime.types import Sample, TrainSample, UpdateWork
+from vime.weights.hosts import host_identity
 from vime.weights.transports.base import NamedTensors, TransferContext
 from vime.weights.transports.flat import exhaust
 
@@ -28,17 +30,24 @@ class TrainerInfo:
 
 @dataclass(frozen=True)
 class HalfInfo:
-    """What a rank says of its half: whether the transport streams, and from every rank; `lead` is rank 0's `init_info(0)`."""
+    """What a rank says of its half: whether the transport streams, and from every rank; `host` as of `vime.weights.hosts`.
+
+    `lead` is rank 0's `init_info(0)` without the manifest, which every rank has.
+    """
 
     streams: bool
     every_rank: bool
     lead: Mapping[str, Any]
     num_tensors: int
+    host: str = ""
 
 
 @dataclass(frozen=True)
 class TransferSetup:
-    """Which trainer half to build and what it needs to know beside its own options."""
+    """Which trainer half to build and what it needs to know beside its own options.
+
+    `guarded`: the rank's node outlives the run, so what the half leaves in shared memory needs a guardian.
+    """
 
     factory: Factory
     run_id: str
@@ -46,6 +55,7 @@ class TransferSetup:
     bucket_bytes: int
     timeout_s: float
     host: str = "127.0.0.1"
+    guarded: bool = False
 
 
 class TrainerProcess:
@@ -59,19 +69,21 @@ class TrainerProcess:
         self._half: Any = None
         self._streams = False
 
-    def rendezvous(self) -> tuple[str, int]:
-        """An address and a free port for the process group; asked of rank 0."""
+    def rendezvous(self, host: str = "127.0.0.1") -> tuple[str, int]:
+        """An address and a free port for the process group; asked of rank 0, whose node has the address `host`."""
         from vime.rollout.ports import lease_port
 
-        with lease_port() as lease:
+        if self._setup.rank != 0:
+            return host, 0
+        with lease_port(host) as lease:
             return lease.host, lease.port
 
     def start(self, address: str, port: int) -> TrainerInfo:
-        """Build the model and the optimizer."""
-        from vime.trainer.megatron.worker import MegatronWorker
+        """Build the model and what the role's task needs beside it."""
+        from vime.trainer.megatron.tasks import build_rank
 
         self._setup = replace(self._setup, master_address=address, master_port=port)
-        self.worker = MegatronWorker(self._setup)
+        self.worker: Any = build_rank(self._setup)
         # The manifest covers all pipeline stages, so every rank must ask for it at the same time.
         self._manifest = self.worker.manifest()
         return TrainerInfo(os.getpid(), self.memory_bytes())
@@ -89,9 +101,22 @@ class TrainerProcess:
 
     def train(self, work: RankWork) -> dict[str, float]:
         """One step: fetch this rank's samples, then one optimizer step an update."""
+        return self.worker.train_step(self._fetched(work))
+
+    def score(self, work: RankWork) -> Any:
+        """Score this rank's samples -> a reference to `Scores`; None on ranks that another one speaks for."""
         import ray
 
-        return self.worker.train_step(resolve(work, ray.get(list(work.refs))))
+        batches = [samples for update in self._fetched(work) for samples in update.micro_batches]
+        rows = self.worker.score(batches)
+        return ray.put(placed(work, rows)) if self.worker.speaks else None
+
+    @staticmethod
+    def _fetched(work: RankWork) -> tuple[UpdateWork, ...]:
+        import ray
+
+        facts = {name: ray.get(list(refs)) for name, refs in work.facts.items()}
+        return resolve(work, ray.get(list(work.refs)), facts)
 
     def evaluate_rows(self, samples: Sequence[Sample]) -> dict[str, float]:
         rows = [TrainSample(s.prompt_ids, s.response_ids, s.log_probs, s.loss_mask, s.reward, ()) for s in samples]
@@ -130,12 +155,17 @@ class TrainerProcess:
                 timeout_s=transfer.timeout_s,
                 lead=lead,
             )
+            if transfer.guarded:
+                guard_segments(f"vime-{transfer.run_id}")
             self._half = half_class.from_context(context, **transfer.factory.options)
-        own = self.init_info(0) if self._setup.rank == 0 else {}
-        return HalfInfo(self._streams, every_rank, own, len(self._manifest.tensors))
+        own = {**self.init_info(0), "manifest": []} if self._setup.rank == 0 else {}
+        return HalfInfo(self._streams, every_rank, own, len(self._manifest.tensors), host_identity())
 
     def init_info(self, receivers: int) -> Mapping[str, Any]:
-        """What this rank's half offers. All ranks have one manifest, which rank 0 tells."""
+        """What this rank's half offers to so many workers: to those of its own host where every rank sends.
+
+        All ranks have one manifest, which rank 0 tells.
+        """
         offer = self._half.init_info(receivers)
         return offer if self._setup.rank == 0 else {**offer, "manifest": []}
 

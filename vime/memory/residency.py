@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -54,6 +55,16 @@ def time_sharing_rules(trainer: str, engine: str) -> tuple[Rule, ...]:
     against_cache = tuple(Rule(cache, Holder(trainer, tag)) for tag in TRAINER_TAGS)
     against_weights = tuple(Rule(weights, Holder(trainer, tag)) for tag in (Tag.GRADS, Tag.OPTIMIZER))
     return against_cache + against_weights
+
+
+def turn_rules(roles: Mapping[str, Iterable[Tag]]) -> tuple[Rule, ...]:
+    """What may not meet when training roles use the same devices by turns: nothing of two of them. `roles`: tags by role."""
+    holders = {role: _holders(role, tags) for role, tags in roles.items()}
+    return tuple(
+        Rule(one, other)
+        for first, second in itertools.combinations(holders, 2)
+        for one, other in itertools.product(holders[first], holders[second])
+    )
 
 
 class Residency:

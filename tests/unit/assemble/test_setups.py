@@ -11,25 +11,32 @@ import pytest
 from vime.assemble.setups import (
     Keys,
     away_at_start,
+    devices_of,
     engine_bytes,
     engine_specs,
+    model_folder,
     sleep_level,
+    step_rules,
     takes_turns_at_start,
     trainer_setups,
 )
+from vime.assemble.trainers import trainer_starts
+from vime.config.algorithms import CriticSection, KlSection, PpoSection
+from vime.config.optimizer import OptimizerSection
 from vime.config.schema import Config
-from vime.errors import PluginError
+from vime.data.snapshot import Snapshot
+from vime.errors import CheckpointError, PluginError
 from vime.facts.bindings import RayBinding
 from vime.facts.inventory import NodeInventory
 from vime.facts.process import EnvMode, EnvValue, Factory
 from vime.facts.transports import Edge, Side, TransportOffer
-from vime.memory.residency import TRAINER_TAGS
 from vime.planning.make import Here, make_plan
 from vime.planning.needs import PlanNeeds
 from vime.planning.plan import Plan
 from vime.rollout.engine import EngineSpec, engine_env
 from vime.testing.platforms import TINY_MODEL, FakePlatform
 from vime.topology.load import load_topology
+from vime.trainer.setup import TrainerSetup
 
 KEYS = Keys("id", "token", "key")
 
@@ -64,6 +71,10 @@ def plan_of(board: FakePlatform, env: dict[str, str] | None = None, topology: st
     )
 
 
+def ranks_of(config: Config, plan: Plan) -> list[TrainerSetup]:
+    return trainer_setups(config, plan, plan.actor)
+
+
 def specs_of(config: Config, board: FakePlatform, env: dict[str, str] | None = None) -> list[EngineSpec]:
     return engine_specs(config, plan_of(board, env), KEYS)
 
@@ -78,16 +89,16 @@ def test_an_engine_sees_its_own_device_and_no_variable_beside_the_mask(config: C
 
 
 def test_a_rank_behind_a_mask_of_one_device_knows_it_as_number_0(config: Config) -> None:
-    assert [s.local_rank for s in trainer_setups(config, plan_of(Board()))] == [0, 0, 0, 0]
-    assert [s.local_rank for s in trainer_setups(config, plan_of(FakePlatform()))] == [0, 1, 2, 3]
+    assert [s.local_rank for s in ranks_of(config, plan_of(Board()))] == [0, 0, 0, 0]
+    assert [s.local_rank for s in ranks_of(config, plan_of(FakePlatform()))] == [0, 1, 2, 3]
 
 
 def test_what_the_plan_recomputes_reaches_every_rank(config: Config) -> None:
     assert config.trainer.recompute == "auto"
     for recompute in ("none", "full"):
         plan = replace(plan_of(Board()), recompute=recompute)
-        assert {s.trainer.recompute for s in trainer_setups(config, plan)} == {recompute}
-    assert {s.trainer.optimizer for s in trainer_setups(config, plan)} == {config.trainer.optimizer}
+        assert {s.trainer.recompute for s in ranks_of(config, plan)} == {recompute}
+    assert {s.trainer.optimizer for s in ranks_of(config, plan)} == {config.trainer.optimizer}
 
 
 def test_an_engine_s_bytes_of_one_tag_are_added_up() -> None:
@@ -137,14 +148,14 @@ class Slots(FakePlatform):
 @pytest.mark.parametrize(
     ("platform", "topology", "residency", "level", "in_turn", "away"),
     [
-        (Board, "colocate", "park", 1, True, TRAINER_TAGS),
-        (Board, "colocate", "resident", 0, True, ()),
-        (Slots, "colocate", "park", 1, False, ()),
-        (Board, "disaggregated", None, 0, False, ()),
+        (Board, "colocate", "park", 1, True, True),
+        (Board, "colocate", "resident", 0, True, False),
+        (Slots, "colocate", "park", 1, False, False),
+        (Board, "disaggregated", None, 0, False, False),
     ],
 )
 def test_who_leaves_shared_devices_at_the_start(
-    platform: type[FakePlatform], topology: str, residency: str | None, level: int, in_turn: bool, away: tuple[str, ...]
+    platform: type[FakePlatform], topology: str, residency: str | None, level: int, in_turn: bool, away: bool
 ) -> None:
     plan = replace(plan_of(platform(), topology=topology), residency=residency)
     assert (sleep_level(plan), takes_turns_at_start(plan), away_at_start(plan)) == (level, in_turn, away)
@@ -154,3 +165,76 @@ def test_an_engine_that_stays_has_its_bytes_in_every_phase() -> None:
     held = engine_bytes(plan_of(Board()))
     assert set(held) == {"serving", "training", "updating"}
     assert all(tags == held["serving"] and tags["engine_weights"] > 0 for tags in held.values())
+
+
+def crowd(platform: FakePlatform, share: tuple[str, ...] = ("actor", "critic", "ref", "rollout")) -> Plan:
+    """A critic and a reference beside the actor, on its devices or on their own."""
+    roles = {name: {"kind": "train", **({"like": "actor"} if name in share else {"devices": 4})} for name in ("critic", "ref")}
+    topology = {
+        "pools": {"p": {"platform": "acme", "nodes": 2}},
+        "roles": {"actor": {"kind": "train", "devices": 4}, **roles, "rollout": {"kind": "rollout", "parallel": {"tp": 4}}},
+        "share": [{"roles": list(share), "residency": "park"}] if share else [],
+        "sync": [{"from": "actor", "to": "rollout"}],
+    }
+    return make_plan(
+        load_topology({"schema": "vime.topology/v1", **topology}),
+        model=TINY_MODEL,
+        needs=PlanNeeds(needs_values=True, needs_reference=True),
+        platforms={"acme": platform},
+        inventories={"p": (platform.node(), platform.node())},
+        here=Here({}, frozenset({"p"})),
+    )
+
+
+PPO = PpoSection(kl=KlSection(coef=0.1), critic=CriticSection(optimizer=OptimizerSection(lr=0.5), warmup_steps=3))
+
+
+def test_every_role_has_its_own_task_model_and_optimizer(config: Config) -> None:
+    model = config.model.model_copy(update={"critic": Path("critic"), "reference": Path("ref"), "teacher": Path("teacher")})
+    config = config.model_copy(update={"algorithm": PPO, "model": model})
+    plan = crowd(Slots())
+    found = {role.role: trainer_setups(config, plan, role)[0] for role in plan.trainers}
+    assert {name: (s.role, s.task, s.model_path, s.trainer.optimizer.lr) for name, s in found.items()} == {
+        "actor": ("actor", "actor", config.model.path, config.trainer.optimizer.lr),
+        "critic": ("critic", "critic", Path("critic"), 0.5),
+        "ref": ("ref", "reference", Path("ref"), config.trainer.optimizer.lr),
+    }
+    assert model_folder(config, "teacher") == Path("teacher")
+    assert step_rules(config).critic_warmup_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("platform", "in_turn", "away"),
+    [(Board, True, True), (Slots, False, False)],
+)
+def test_roles_that_share_real_devices_start_one_after_the_other(
+    platform: type[FakePlatform], in_turn: bool, away: bool, config: Config, tmp_path: Path
+) -> None:
+    plan = crowd(platform())
+    config = config.model_copy(update={"algorithm": PPO})
+    starts = trainer_starts(config, plan, None)
+    assert [[start.role.role for start in those] for those in starts] == (
+        [["actor", "critic", "ref"]] if in_turn else [["actor"], ["critic"], ["ref"]]
+    )
+    leaving = {start.role.role: len(start.away) for those in starts for start in those}
+    assert leaving == ({"actor": 3, "critic": 3, "ref": 1} if away else dict.fromkeys(("actor", "critic", "ref"), 0))
+    assert devices_of(plan) == {"actor": 0, "critic": 0, "ref": 0}
+
+
+def test_a_checkpoint_without_a_critic_cannot_restore_one(config: Config, tmp_path: Path) -> None:
+    plan, config = crowd(Slots()), config.model_copy(update={"algorithm": PPO})
+    snapshot = Snapshot(tmp_path, 2, {})
+    (tmp_path / "trainer").mkdir()
+    with pytest.raises(CheckpointError, match="holds nothing of critic"):
+        trainer_starts(config, plan, snapshot)
+    (tmp_path / "trainer-critic").mkdir()
+    starts = [start for those in trainer_starts(config, plan, snapshot) for start in those]
+    assert {start.role.role: start.restore and start.restore.name for start in starts} == {
+        "actor": "trainer",
+        "critic": "trainer-critic",
+        "ref": None,
+    }
+
+
+def test_roles_on_their_own_devices_are_numbered_apart() -> None:
+    assert devices_of(crowd(Slots(), share=("actor", "rollout"))) == {"actor": 0, "critic": 1, "ref": 2}

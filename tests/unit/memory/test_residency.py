@@ -13,6 +13,7 @@ from vime.memory.residency import (
     Residency,
     check_semantics,
     time_sharing_rules,
+    turn_rules,
 )
 
 
@@ -99,3 +100,18 @@ def test_a_platform_that_frees_nothing_is_refused_with_its_reason():
         check_semantics([Tag.PARAMS], {Tag.PARAMS: TagSemantics(False, True, "pinned by the driver")}, platform="x")
     with pytest.raises(MemoryStateError, match="names no way"):
         check_semantics([Tag.GRADS], {}, platform="x")
+
+
+def test_training_roles_in_turn_never_meet():
+    tags = {"actor": TRAINER_TAGS, "critic": TRAINER_TAGS, "ref": (Tag.PARAMS,)}
+    residency = Residency(turn_rules(tags))
+    for role in tags:
+        residency.register(role, tags[role], Place.HOST)
+    residency.wake("ref", [Tag.PARAMS])
+    with pytest.raises(MemoryStateError, match="ref's params is on the same device"):
+        residency.wake("critic", [Tag.OPTIMIZER])
+    residency.park("ref", [Tag.PARAMS])
+    residency.wake("critic", TRAINER_TAGS)
+    with pytest.raises(MemoryStateError, match="critic's params is on the same device"):
+        residency.wake("actor", [Tag.PARAMS])
+    assert residency.place("actor", Tag.PARAMS) is Place.HOST
