@@ -10,17 +10,18 @@ import random
 from pathlib import Path
 from typing import Any
 
-from vime.data.tiny_model import EOS_ID, PAD_ID, Qwen3Shape, qwen3_config, qwen3_sizes
+from vime.data.tiny_model import EOS_ID, PAD_ID, TinyShape, tiny_config, tiny_sizes
 
 
-def _shape(vocab: int, hidden: int, layers: int, heads: tuple[int, int], head_dim: int, ffn: int, **more: Any) -> Qwen3Shape:
+def _shape(vocab: int, hidden: int, layers: int, heads: tuple[int, int], head_dim: int, ffn: int, **more: Any) -> TinyShape:
     """`heads` is (queries, keys and values)."""
     sizes = {"hidden": hidden, "layers": layers, "heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "ffn": ffn}
-    return Qwen3Shape(vocab, **sizes, max_positions=4096, rope_theta=1e6, **more)
+    return TinyShape(vocab, **sizes, max_positions=4096, rope_theta=1e6, **more)
 
 
 SHAPES = {
     "tiny": _shape(2048, 256, 4, (4, 2), 64, 512),
+    "0.1b": _shape(32000, 768, 12, (12, 4), 64, 2304),
     "0.6b": _shape(151936, 1024, 28, (16, 8), 128, 3072),
     "1.7b": _shape(151936, 2048, 28, (16, 8), 128, 6144),
     "4b": _shape(151936, 2560, 36, (32, 8), 128, 9728),
@@ -33,7 +34,7 @@ SHAPES = {
 """
 
 
-def write_model(folder: Path, shape: Qwen3Shape, *, device: str, dtype: str, seed: int = 0) -> int:
+def write_model(folder: Path, shape: TinyShape, *, device: str, dtype: str, seed: int = 0) -> int:
     """Write config, tokenizer and `model.safetensors`; returns the number of parameters."""
     import torch
     from safetensors.torch import save_file
@@ -42,14 +43,14 @@ def write_model(folder: Path, shape: Qwen3Shape, *, device: str, dtype: str, see
     generator = torch.Generator(device).manual_seed(seed)
     kind: torch.dtype = getattr(torch, dtype)
     weights: dict[str, Any] = {}
-    for name, size in qwen3_sizes(shape):
+    for name, size in tiny_sizes(shape):
         if len(size) == 1:
             weights[name] = torch.ones(size, dtype=kind)
         else:
             drawn = torch.empty(size, dtype=torch.float32, device=device).normal_(0.0, shape.init_std, generator=generator)
             weights[name] = drawn.to(kind).cpu()
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(qwen3_config(shape, dtype=dtype), indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(tiny_config(shape, dtype=dtype), indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}) + "\n")
     _write_tokenizer(folder, shape)
     return sum(weight.numel() for weight in weights.values())
@@ -62,7 +63,7 @@ def write_prompts(path: Path, vocab: int, *, rows: int, tokens: int, seed: int =
     path.write_text("".join(json.dumps({"prompt": text, "label": ""}) + "\n" for text in texts))
 
 
-def _write_tokenizer(folder: Path, shape: Qwen3Shape) -> None:
+def _write_tokenizer(folder: Path, shape: TinyShape) -> None:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     names = {PAD_ID: "<|pad|>", EOS_ID: "<|end|>"}

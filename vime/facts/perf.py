@@ -37,6 +37,7 @@ UNITS: Mapping[str, str] = {
     "parking": "bytes/s",
     "engine_load": "bytes/s",
     "engine_update": "s",
+    "gather": "bytes/s",
     "process": "bytes",
     "trainer_libraries": "bytes",
     "engine_rest": "bytes",
@@ -58,7 +59,8 @@ class PerfTable:
 
     `host_link` is one device's, alone and in one direction; `host_memory` is what the devices of one memory node share.
     `parking` (bytes/s) is the rate at which trainer state moves, where it is known to be lower. `engine_load` (bytes/s) and
-    `engine_update` (s) are what an engine needs for a full set of weights beside the transport.
+    `engine_update` (s) are what an engine needs for a full set of weights beside the transport. `gather` (bytes/s) is what a
+    trainer rank receives of the other ranks' parts of tensors when weights are put together for engines.
 
     Shares that a step reaches: `memory_share` of `device_memory`, `matmul_share` of a data sheet's `matmul` by one large
     product, `trainer_share` and `prefill_share` of that. In seconds: `eager_layer` (of a decode step without captured graphs,

@@ -27,6 +27,7 @@ class Metric:
 
 DIFF = "train/train_rollout_logprob_abs_diff"
 DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
+CORR = "train/rollout_corr"
 REWARD = "rollout/raw_reward"
 STALENESS_MEAN = "rollout/staleness/mean"
 STALENESS_MAX = "rollout/staleness/max"
@@ -40,6 +41,9 @@ REGISTRY: tuple[Metric, ...] = (
     Metric("rollout/truncated_ratio", "", "Share of samples that reached the length limit."),
     Metric("rollout/zero_std/count_{reward}", "groups", "Groups whose samples all have this reward: no advantage."),
     Metric("rollout/staleness/{stat}", "steps", "Steps by which the oldest trained token of a group lags behind: mean, max."),
+    Metric("rollout/staleness/count_{steps}", "groups", "Groups of this staleness, where not all have the last version."),
+    Metric("rollout/mixed_versions", "", "Share of samples that an update met on the way: two versions or more sampled them."),
+    Metric("rollout/returned_stale", "groups", "Groups that were too old to be trained and went back, over the whole run."),
     Metric("rollout/samples", "samples", "Samples in the batch."),
     Metric("rollout/response_tokens", "tokens", "Response tokens in the batch."),
     Metric("rollout/trainable_tokens", "tokens", "Response tokens that are trained on."),
@@ -52,6 +56,8 @@ REGISTRY: tuple[Metric, ...] = (
     Metric("rollout/ref_log_probs", "nat", "The same under the reference model."),
     Metric("rollout/rollout_log_probs", "nat", "The same as the engine reported it while sampling."),
     Metric("rollout/advantages", "", "Mean advantage of response tokens."),
+    Metric("rollout/teacher_log_probs", "nat", "Mean log-prob of response tokens under the teacher."),
+    Metric("rollout/opd_reverse_kl", "nat", "Mean of the trainer's minus the teacher's log-prob."),
     Metric("rollout/returns", "", "Mean return of response tokens."),
     Metric("rollout/values", "", "Mean value that the critic gave response tokens."),
     Metric("rollout/kl", "nat", "Mean estimated divergence from the reference."),
@@ -66,18 +72,46 @@ REGISTRY: tuple[Metric, ...] = (
     Metric("train/ppo_kl", "nat", "Mean of old minus new log-prob: how far the update moved from the old policy."),
     Metric(DIFF, "nat", "Mean absolute difference between the trainer's and the sampler's log-prob of the same token."),
     Metric(DIFF_MAX, "nat", "The largest such difference of one token."),
-    Metric("train/tis", "", "Mean truncated importance weight between sampler and trainer."),
+    Metric("train/tis", "", "Mean importance weight between trainer and sampler, before its bounds."),
     Metric("train/tis_clipfrac", "", "Share of tokens whose importance weight was truncated."),
     Metric("train/tis_abs", "", "Mean absolute deviation of that weight from 1."),
-    Metric("train/ois", "", "Mean importance ratio between the trained and the sampling policy."),
+    Metric("train/ois", "", "Mean importance ratio between the current policy and the ratio's old one."),
     Metric("train/opsm_clipfrac", "", "Share of sequences left out by off-policy sequence masking."),
+    Metric(f"{CORR}/kl", "nat", "Mean of the sampler's minus the trainer's log-prob: estimator k1 of the divergence."),
+    Metric(f"{CORR}/k3_kl", "nat", "Estimator k3 of the divergence of the trainer from the sampler."),
+    Metric(f"{CORR}/chi2_token", "", "Mean squared ratio of trainer to sampler by token, minus 1."),
+    Metric(f"{CORR}/chi2_seq", "", "The same of whole responses."),
+    Metric(f"{CORR}/training_ppl", "", "Perplexity of responses under the trainer, mean over responses."),
+    Metric(f"{CORR}/training_log_ppl", "nat", "Its logarithm, mean over responses."),
+    Metric(f"{CORR}/rollout_ppl", "", "Perplexity of responses under the sampler, mean over responses."),
+    Metric(f"{CORR}/rollout_log_ppl", "nat", "Its logarithm, mean over responses."),
+    Metric(f"{CORR}/ppl_ratio", "", "Perplexity under the trainer by that under the sampler, mean over responses."),
+    Metric(f"{CORR}/log_ppl_diff", "nat", "Logarithm of that ratio, mean over responses."),
+    Metric(f"{CORR}/log_ppl_abs_diff", "nat", "Its absolute value, mean over responses."),
+    Metric(f"{CORR}/log_ppl_abs_diff_max", "nat", "Its absolute value, the largest of a response."),
+    Metric(f"{CORR}/rollout_is_mean", "", "Mean importance weight as applied, after its bounds."),
+    Metric(f"{CORR}/rollout_is_std", "", "Deviation of the applied weights."),
+    Metric(f"{CORR}/rollout_is_max", "", "Largest applied weight."),
+    Metric(f"{CORR}/rollout_is_eff_sample_size", "", "Effective sample size of the applied weights, as a share of the tokens."),
+    Metric(f"{CORR}/rollout_is_seq_mean", "", "Mean applied weight of a response, mean over responses."),
+    Metric(f"{CORR}/rollout_is_ratio_fraction_high", "", "Share of tokens whose weight was above the upper bound."),
+    Metric(f"{CORR}/rollout_is_ratio_fraction_low", "", "Share below the lower bound, or below 1 / upper where that is 0."),
+    Metric(f"{CORR}/rollout_is_oob_ratio", "", "Share of tokens whose weight was outside its bounds."),
+    Metric(f"{CORR}/rollout_rs_masked_fraction", "", "Share of tokens that a rejection left out."),
+    Metric(f"{CORR}/rollout_rs_seq_masked_fraction", "", "Share of responses of which a rejection left out a token."),
+    Metric(f"{CORR}/rollout_rs_{{statistic}}_masked_fraction", "", "Share of tokens that one statistic left out."),
+    Metric(f"{CORR}/rollout_rs_{{statistic}}_seq_masked_fraction", "", "Share of responses of which it left out a token."),
     Metric("train/grad_norm", "", "Global norm of the gradient before clipping."),
     Metric("train/lr-pg_{index}", "", "Learning rate of an optimizer parameter group."),
     Metric("train/tokens", "tokens", "Tokens that the step trained on."),
     Metric("train/rollouts", "samples", "Samples that the step trained on; those of flat groups may be left out."),
     Metric("train/global_batch_size", "samples", "Samples in one optimizer step."),
     Metric("train/step", "", "The step, for trackers that need it as a metric."),
-    Metric("train/critic-{metric}", "", "The critic's value_loss, value_clipfrac, loss, grad_norm and learning rates."),
+    Metric(
+        "train/critic-{metric}",
+        "",
+        "Of the critic: loss, value_loss, value_clipfrac, values, returns, explained_variance, grad_norm, lr-pg_0.",
+    ),
     Metric("train/mtp_loss", "", "Loss of the multi-token-prediction layers."),
     Metric("eval/{set}", "", "Mean reward on an evaluation set of one mode."),
     Metric("eval/{set}/{mode}", "", "Mean reward on an evaluation set; mode is greedy or sampled."),
@@ -104,6 +138,8 @@ REGISTRY: tuple[Metric, ...] = (
     Metric("sync/probe_abs_diff", "nat", "Mean absolute difference of the probe's log-probs between trainer and engine."),
     Metric("sync/probe_abs_diff_max", "nat", "The largest such difference."),
     Metric("sync/engine_{phase}", "s", "Time of the slowest engine in a phase of its update: start, update, finish."),
+    Metric("sync/staging", "s", "Time in which the trainer makes its weights readable, within `hold`."),
+    Metric("sync/held_{tag}", "bytes", "What the fullest engine worker holds of model (`engine_weights`) and cache (`kv`)."),
     Metric("sync/fingerprint_tensors", "tensors", "Tensors whose bytes were compared after the transfer."),
 )
 
@@ -210,6 +246,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if staleness:
         result[STALENESS_MEAN] = sum(staleness) / len(staleness)
         result[STALENESS_MAX] = max(staleness)
+        if any(staleness):
+            result |= {f"rollout/staleness/count_{steps}": n for steps, n in sorted(Counter(staleness).items())}
     return result | _flat_groups(batch) | _group_metrics(batch)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.errors import DataError
+from vime.facts.memory import Tag
 from vime.observe import layout
 from vime.observe.jsonl import Row, RowKind, read_rows
 from vime.planning.explain_roles import table
@@ -76,12 +77,26 @@ def _planned(plan: Plan, role: str, tag: str, phase: str) -> int:
 def _sync(plan: Plan, rows: Sequence[Row]) -> Iterator[Compared]:
     syncs = [row for row in rows if row.kind is RowKind.SYNC]
     predicted = plan.transport.seconds if plan.transport else None
-    updates = [row.seconds["sync/update"] for row in _unchecked(syncs) if "sync/update" in row.seconds]
+    updates = [
+        row.seconds["sync/update"] + row.metrics.get("sync/staging", 0.0)
+        for row in _unchecked(syncs)
+        if "sync/update" in row.seconds
+    ]
     if updates:
         yield Compared("update of the weights", SECONDS, predicted, *_median(updates, warm=len(updates) == len(syncs)))
+    yield from _engines(plan, syncs)
     whole = [row.seconds["sync"] for row in syncs if "sync" in row.seconds]
     if whole:
         yield Compared("publication as a whole", SECONDS, None, *_median(whole))
+
+
+def _engines(plan: Plan, syncs: Sequence[Row]) -> Iterator[Compared]:
+    """What an engine said at its last update that it holds."""
+    said = syncs[-1].metrics if syncs else {}
+    for tag in (Tag.ENGINE_WEIGHTS, Tag.KV):
+        if (held := said.get(f"sync/held_{tag}")) is not None:
+            predicted = _planned(plan, plan.engines[0].request.role, tag, "serving") if plan.engines else 0
+            yield Compared(f"an engine's {tag}", BYTES, predicted, held, "as the engine counts its tensors")
 
 
 def _unchecked(syncs: Sequence[Row]) -> Sequence[Row]:

@@ -19,7 +19,7 @@ from vime.planning.memory import Occupant, can_leave, is_tight
 from vime.planning.occupants import occupants_of, weigh
 from vime.planning.plan import TransportPlan
 from vime.planning.situation import Answered, Candidate, Seat, Situation
-from vime.planning.time import loading
+from vime.planning.time import gathering, loading, together
 from vime.planning.transports import choose, hosts, relation
 
 AUTO = "auto"
@@ -150,6 +150,8 @@ def _transport(situation: Situation, rollout: Seat, asker: Asker, requests: tupl
     trainer = asker.ask(actor.platform, "transports", edge, Side.TRAINER)
     engine = asker.ask(rollout.platform, "transports", edge, Side.ENGINE)
     load = loading(num_bytes, situation.rates(rollout), in_place=not situation.model.experts)
+    axes = actor.role.parallel
+    load = together(load, gathering(num_bytes, situation.rates(actor), parts=max(axes.tp, axes.ep)))
     return choose(edge, (trainer, engine), situation.wishes, where=situation.edge_where, load=load)
 
 

@@ -49,6 +49,28 @@ def loading(num_bytes: int, perf: PerfTable, *, in_place: bool) -> Estimate:
     return Estimate(start + num_bytes / rate.value, least_certain(told), how)
 
 
+def gathering(num_bytes: int, perf: PerfTable, *, parts: int) -> Estimate:
+    """What trainer ranks need to put tensors together that are cut into `parts`: what they receive / rate.
+
+    `NOT_COUNTED` where the platform has no rate for it.
+    """
+    rate = perf.get("gather")
+    if parts == 1 or not rate.value:
+        return NOT_COUNTED
+    received = num_bytes * (parts - 1) // parts
+    how = f"{decimal(received, 'B')} of other ranks / {decimal(rate.value, 'B/s')}"
+    return Estimate(received / rate.value, str(rate.provenance), how)
+
+
+def together(*estimates: Estimate) -> Estimate:
+    """The sum of estimates that are known, `NOT_COUNTED` ones left out."""
+    counted = [one for one in estimates if one != NOT_COUNTED]
+    if not counted:
+        return NOT_COUNTED
+    seconds = sum(one.seconds or 0.0 for one in counted)
+    return Estimate(seconds, least_certain([one.provenance for one in counted]), " + ".join(one.how for one in counted))
+
+
 def transfer(
     trainer: TransferCost, engine: TransferCost, *, num_bytes: int, buffer_bytes: int, load: Estimate = NOT_COUNTED
 ) -> Estimate:

@@ -13,8 +13,8 @@ from vime.errors import DeadlineError, EngineError, WeightSyncError
 from vime.facts.engine import TOKEN_ROUTE
 from vime.weights.probe import LogProbs
 
-PauseMode = Literal["drain", "abort"]
-"""drain: running requests finish first. abort: they end now, with what they have."""
+PauseMode = Literal["drain", "abort", "keep"]
+"""drain: running requests finish first. abort: they end now, with what they have. keep: they go on after the update."""
 
 KEEP_ALIVE_S = 2.0
 """Below the 5 s after which vLLM closes an idle connection, so a dead one is never used."""
@@ -22,7 +22,7 @@ KEEP_ALIVE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who answers at an address. `version` is the one the gate was opened with last."""
+    """Who answers at an address. `version` is the one the gate was opened with last, `host` as of `vime.weights.hosts`."""
 
     run_token: str
     pid: int
@@ -31,6 +31,7 @@ class Identity:
     running: int
     routes: Sequence[str] = ()
     """Paths that the server has, where it lists them."""
+    host: str = ""
 
 
 class EngineControl:
@@ -54,6 +55,8 @@ class EngineControl:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
+        self.held_bytes: Mapping[str, int] = {}
+        """Of the fullest worker by tag, as the last update found it."""
 
     # ---- who and how
 
@@ -77,10 +80,14 @@ class EngineControl:
         """Worker processes of the engine, data-parallel replicas included."""
         return int((await self._call("GET", "/get_world_size"))["world_size"])
 
+    async def host(self) -> str:
+        """The host of the engine's processes (`vime.weights.hosts.host_identity`)."""
+        return (await self.identity()).host
+
     # ---- pausing
 
     async def shut(self, pause: PauseMode | None = "drain") -> None:
-        """Shut the gate, empty the engine and pause it; with None only shut the gate."""
+        """Shut the gate and pause the engine, emptied unless its requests are kept; with None only shut the gate."""
         await self._call("POST", "/vime/gate/shut" + (f"?pause={pause}" if pause else ""))
 
     async def resume(self) -> None:
@@ -107,6 +114,7 @@ class EngineControl:
     async def update(self, update_info: Mapping[str, Any], *, version: str) -> Mapping[str, float]:
         """A whole update; seconds by phase. After a failure the engine can take a new one. Raises WeightSyncError."""
         answer = await self._call("POST", "/vime/update", {"update_info": dict(update_info), "version": version})
+        self.held_bytes = answer.get("bytes", {})
         return answer["seconds"]
 
     async def probe(self, sequences: Sequence[Sequence[int]]) -> LogProbs:

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vime.facts.engine import ANSWER_KEY, FLAT_ANSWER
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from vime.weights.asgi import Receive
 
 _KNOWN = frozenset({"token_ids", "sampling_params", "request_id"})
 _CLIENT_LEFT = 499

@@ -7,8 +7,13 @@ the gate has shut, and an engine that has drained stays idle until the gate open
 It also runs the steps of an update inside the server, which saves a round trip each, and reads each worker's outcome: see
 `vime.weights.vllm_ext.vime_weights`. It needs one API process per engine.
 
+An update begins when nothing runs (`?pause=drain`, `?pause=abort`), or with the engine paused amid its requests
+(`?pause=keep`). Requests that were kept lose what the engine cached for them: they go on with the new weights as if their
+tokens so far were a prompt. While a probe judges the new weights, their answers wait (`vime.weights.verdict`).
+
 Where the server keeps no label of its weights, the gate does: no update begins while a request runs, so all tokens of an
-answer were sampled by the weights that were there when its request came in, and the gate says so in each choice.
+answer were sampled by the weights that were there when its request came in, and the gate says so in each choice. Such a
+server keeps no request through an update: nobody could tell which weights sampled which token.
 """
 
 from __future__ import annotations
@@ -16,20 +21,32 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
 
-from vime.facts.engine import TOKEN_ROUTE, VERSION_ROUTE
+from vime.facts.engine import RESET_ROUTE, TOKEN_ROUTE, VERSION_ROUTE
+from vime.weights.asgi import (
+    App,
+    InnerError,
+    Receive,
+    Scope,
+    Send,
+    Waiting,
+    call_app,
+    header,
+    message_of,
+    problem,
+    read_body,
+    replayed,
+    reply,
+    send_json,
+)
 from vime.weights.flat_answer import answer_flat, flat_request
+from vime.weights.hosts import host_identity
 from vime.weights.stamp import StampedAnswer
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from vime.weights.verdict import JudgedAnswer, Verdicts
 
 GENERATION = frozenset({TOKEN_ROUTE, "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"})
 UPDATE_PATHS = frozenset({"/start_weight_update", "/start_draft_weight_update"})
@@ -60,6 +77,8 @@ class Gate:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running = 0
+        self._kept = False
+        self._verdicts = Verdicts()
         self._updating = asyncio.Lock()
         self._routes: dict[tuple[str, str], Callable[[Scope, bytes], Awaitable[tuple[int, dict[str, Any]]]]] = {
             ("POST", "/vime/gate/shut"): self._shut,
@@ -87,12 +106,15 @@ class Gate:
     # ---- generation
 
     async def _generation(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._open.is_set() and not self._has_token(scope):
-            waiting = _Waiting(receive)
+        probe = self._has_token(scope)
+        if not self._open.is_set() and not probe:
+            waiting = Waiting(receive)
             while not self._open.is_set():
                 if not await waiting.until(self._open):
                     return
             receive = waiting.receive
+        if not probe:
+            send = JudgedAnswer(send, self._verdicts).send
         self._running += 1
         self._idle.clear()
         try:
@@ -112,22 +134,22 @@ class Gate:
         if client is None:
             await self.app(scope, receive, self._stamped(send) if labels else send)
             return
-        body, weights, answer = await _read_body(receive), self._weights if labels else None, None
+        body, weights, answer = await read_body(receive), self._weights if labels else None, None
         request = flat_request(body)
         if request is not None and await self._knows_key(scope):
             answer = await answer_flat(
                 client, request, receive, version=lambda: weights.version if weights and weights is self._weights else None
             )
         if answer is None:
-            await self.app(scope, _replayed(body, receive), self._stamped(send) if labels else send)
+            await self.app(scope, replayed(body, receive), self._stamped(send) if labels else send)
         else:
-            await _send_json(send, *answer)
+            await send_json(send, *answer)
 
     async def _knows_key(self, scope: Scope) -> bool:
         """Whether the server lets this client in, which it is asked once for every key: it checks keys behind the gate."""
-        key = _header(scope, b"authorization")
+        key = header(scope, b"authorization")
         if key not in self._keys:
-            status, _ = await _call(self.app, scope, GUARDED, b"", b"", method="GET")
+            status, _ = await call_app(self.app, scope, GUARDED, b"", b"", method="GET")
             if status != 200:
                 return False
             self._keys.add(key)
@@ -152,39 +174,47 @@ class Gate:
         return self._server_routes
 
     def _has_token(self, scope: Scope) -> bool:
-        return bool(self.token) and _header(scope, TOKEN_HEADER) == self.token.encode()
+        return bool(self.token) and header(scope, TOKEN_HEADER) == self.token.encode()
 
     # ---- control
 
     async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
         if (method, path) == ("GET", "/vime/identity"):
-            await _reply(send, 200, {**self._identity(), "routes": sorted(self._routes_of(scope))})
+            await reply(send, 200, {**self._identity(), "routes": sorted(self._routes_of(scope))})
         elif (handler := self._routes.get((method, path))) is None:
-            await _reply(send, 404, _error(f"no route {method} {path}"))
+            await reply(send, 404, problem(f"no route {method} {path}"))
         elif self.token and not self._has_token(scope):
-            await _reply(send, 403, _error("the run token is missing or belongs to another run"))
+            await reply(send, 403, problem("the run token is missing or belongs to another run"))
         else:
-            body = await _read_body(receive)
+            body = await read_body(receive)
             try:
                 status, content = await handler(scope, body)
             except InnerError as error:
-                status, content = 500, _error(f"{error.path}: {error.message}")
-            await _reply(send, status, content)
+                status, content = 500, problem(f"{error.path}: {error.message}")
+            await reply(send, status, content)
 
     def _identity(self) -> dict[str, Any]:
         return {
             "run_token": self.token,
             "pid": os.getpid(),
+            "host": host_identity(),
             "gate": "open" if self._open.is_set() else "shut",
             "version": self.version,
             "running": self._running,
         }
 
     async def _shut(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Shut; then `?pause=drain` waits for running requests and pauses, `?pause=abort` ends them and pauses."""
+        """Shut; then pause: `?pause=drain` when running requests have finished, `abort` when they were ended, `keep` amid them.
+
+        Weights that are on trial are refused.
+        """
         self._open.clear()
+        self._verdicts.refuse()
         mode = parse_qs(scope.get("query_string", b"").decode()).get("pause", [""])[0]
+        if mode == "keep":
+            return await self._keep(scope)
+        self._kept = False
         if mode == "abort" and self._running:
             await self._inner(scope, "/pause", query=b"mode=abort")
             while self._running:
@@ -192,8 +222,17 @@ class Gate:
                 await self._idle_within(DRAIN_POLL_S)
         elif mode:
             await self._idle.wait()
-            if not await _pause_idle(scope):
+            if not await _pause_core(scope, "abort", clear_cache=True):
                 await self._inner(scope, "/pause", query=b"mode=abort")
+        return 200, self._identity()
+
+    async def _keep(self, scope: Scope) -> tuple[int, dict[str, Any]]:
+        """Pause the engine with its requests in it. The caches go after the update (`_recompute`)."""
+        if not self._has_route(scope, VERSION_ROUTE):
+            return 409, problem("this engine's server does not tell which weights sampled which token; pause by drain")
+        if not await _pause_core(scope, "keep", clear_cache=False):
+            await self._inner(scope, "/pause", query=b"mode=keep&clear_cache=false")
+        self._kept = True
         return 200, self._identity()
 
     async def _idle_within(self, seconds: float) -> None:
@@ -205,16 +244,21 @@ class Gate:
 
     async def _resume(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
         """Let the engine run again; the gate stays as it is."""
+        if not self._open.is_set():
+            self._verdicts.begin()
+        self._kept = False
         await self._inner(scope, "/resume")
         return 200, self._identity()
 
     async def _open_gate(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
         """Body `{"version": str, "resume": bool}`: resume if asked, then let everyone in."""
         request = json.loads(body or b"{}")
+        self._kept = False
         if request.get("resume"):
             await self._inner(scope, "/resume")
         self.version = request.get("version", self.version)
         self._label(self.version)
+        self._verdicts.accept()
         self._open.set()
         return 200, self._identity()
 
@@ -227,89 +271,53 @@ class Gate:
         """Body `{"update_info": {}, "version": str}`: start, receive and finish in every worker, then the new version."""
         request = json.loads(body)
         self._open.clear()
-        if self._running:
-            return 409, _error(f"{self._running} requests are running; shut the gate with ?pause= first")
+        if self._running and not self._kept:
+            return 409, problem(f"{self._running} requests are running; shut the gate with ?pause= first")
         async with self._updating:
             self._weights = None
-            seconds = await self._on_workers(scope, "update", request["update_info"])
+            done = await self._on_workers(scope, "update", request["update_info"])
+            if self._kept:
+                await self._recompute(scope)
             if self._has_route(scope, VERSION_ROUTE):
                 await self._inner(scope, VERSION_ROUTE, {"new_version": request["version"]})
             self._label(request["version"])
-        return 200, {"seconds": seconds}
+        return 200, done
+
+    async def _recompute(self, scope: Scope) -> None:
+        """Take from running requests what old weights computed: the engine preempts them and prefills their tokens anew.
+
+        Also the cached prefixes of requests that have ended, which a pause that drains clears by itself.
+        """
+        answer = await self._inner(scope, RESET_ROUTE, query=b"reset_running_requests=true&reset_external=true")
+        if not (answer or {}).get("success"):
+            raise InnerError(RESET_ROUTE, 500, "the engine holds on to caches of the old weights")
 
     def _label(self, version: str | None) -> None:
         if version is not None and (self._weights is None or self._weights.version != version):
             self._weights = _Weights(version)
 
-    async def _on_workers(self, scope: Scope, step: str, payload: dict[str, Any]) -> dict[str, float]:
-        """Run a step of `vime.weights.vllm_ext` in all workers; the slowest one's seconds by phase."""
+    async def _on_workers(self, scope: Scope, step: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """Run a step of `vime.weights.vllm_ext` in all workers -> `seconds` by phase of the slowest one, `bytes` by tag of the
+        fullest one.
+        """
         call = {"method": "vime_weights", "kwargs": {"step": step, "payload": payload}}
         results = (await self._inner(scope, "/collective_rpc", call))["results"]
         failed = [(rank, result["error"]) for rank, result in enumerate(results) if "error" in result]
         if failed:
             rank, message = failed[0]
             raise InnerError(step, 500, f"worker {rank}: {message}" if len(results) > 1 else message)
-        phases = results[0]["seconds"]
-        return {phase: max(result["seconds"][phase] for result in results) for phase in phases}
+        most = {kind: [result.get(kind, {}) for result in results] for kind in ("seconds", "bytes")}
+        return {kind: {name: max(one[name] for one in all_) for name in all_[0]} for kind, all_ in most.items()}
 
     async def _inner(self, scope: Scope, path: str, body: Any = None, query: bytes = b"") -> Any:
         """Call a route of the wrapped app. Raises InnerError unless it answers 2xx."""
         try:
-            status, content = await _call(self.app, scope, path, b"" if body is None else json.dumps(body).encode(), query)
+            status, content = await call_app(self.app, scope, path, b"" if body is None else json.dumps(body).encode(), query)
         except Exception as error:
             raise InnerError(path, 500, f"{type(error).__name__}: {error}"[:2000]) from error
         if not 200 <= status < 300:
-            raise InnerError(path, status, _message_of(content))
+            raise InnerError(path, status, message_of(content))
         return json.loads(content) if content else None
-
-
-class InnerError(Exception):
-    """A route of the wrapped app answered with an error."""
-
-    def __init__(self, path: str, status: int, message: str) -> None:
-        super().__init__(f"{path} {status} {message}")
-        self.path, self.status, self.message = path, status, message
-
-
-class _Waiting:
-    """Watches a request's channel while it waits: keeps what arrives, notices when the client goes."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._kept: list[Message] = []
-        self._pending: asyncio.Future[Message] | None = None
-
-    async def until(self, opened: asyncio.Event) -> bool:
-        """True once open, False when the client has gone."""
-        gate = asyncio.ensure_future(opened.wait())
-        try:
-            while not gate.done():
-                if self._pending is None:
-                    self._pending = asyncio.ensure_future(self._receive())
-                await asyncio.wait({gate, self._pending}, return_when=asyncio.FIRST_COMPLETED)
-                if self._pending.done():
-                    message = self._pending.result()
-                    self._pending = None
-                    if message["type"] == "http.disconnect":
-                        return False
-                    self._kept.append(message)
-            return True
-        except BaseException:
-            if self._pending is not None:
-                self._pending.cancel()
-            raise
-        finally:
-            gate.cancel()
-
-    async def receive(self) -> Message:
-        """What the app reads instead of the original channel."""
-        if self._kept:
-            return self._kept.pop(0)
-        if self._pending is not None:
-            message = await asyncio.shield(self._pending)
-            self._pending = None
-            return message
-        return await self._receive()
 
 
 def _engine_client(scope: Scope) -> Any:
@@ -318,24 +326,11 @@ def _engine_client(scope: Scope) -> Any:
     return client if hasattr(client, "generate") else None
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A request's channel whose body was read already."""
-    given = False
+async def _pause_core(scope: Scope, mode: str, *, clear_cache: bool) -> bool:
+    """Pause through the engine's core client: the public route sleeps 20 ms for outputs, which nobody needs here.
 
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
-
-
-async def _pause_idle(scope: Scope) -> bool:
-    """Pause an idle engine through its core client: the public route sleeps 20 ms for outputs that cannot exist here.
-
-    False where this server's vLLM has no such call.
+    An idle engine has none, and those of kept requests carry their version already. False where this server's vLLM has no
+    such call.
     """
     client = _engine_client(scope)
     pause = getattr(getattr(client, "engine_core", None), "pause_scheduler_async", None)
@@ -343,72 +338,5 @@ async def _pause_idle(scope: Scope) -> bool:
     if pause is None or clear_encoder_cache is None:
         return False
     await clear_encoder_cache()
-    await pause(mode="abort", clear_cache=True)
+    await pause(mode=mode, clear_cache=clear_cache)
     return True
-
-
-async def _call(app: App, scope: Scope, path: str, body: bytes, query: bytes, method: str = "POST") -> tuple[int, bytes]:
-    headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"content-type", b"transfer-encoding")]
-    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    inner = {**scope, "method": method, "path": path, "raw_path": path.encode(), "query_string": query, "headers": headers}
-    for key in ("route", "endpoint", "path_params", "router"):
-        inner.pop(key, None)
-    status, chunks = 500, []
-    given = False
-
-    async def receive() -> Message:
-        nonlocal given
-        if given:
-            await asyncio.Event().wait()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Message) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        elif message["type"] == "http.response.body":
-            chunks.append(message.get("body", b""))
-
-    await app(inner, receive, send)
-    return status, b"".join(chunks)
-
-
-def _message_of(content: bytes) -> str:
-    try:
-        error = json.loads(content).get("error", "")
-    except (ValueError, AttributeError):
-        return content[:500].decode(errors="replace")
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]
-
-
-def _error(message: str) -> dict[str, Any]:
-    return {"error": {"message": message}}
-
-
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    for key, value in scope["headers"]:
-        if key == name:
-            return value
-    return None
-
-
-async def _read_body(receive: Receive) -> bytes:
-    chunks = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return b"".join(chunks)
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(chunks)
-
-
-async def _reply(send: Send, status: int, content: dict[str, Any]) -> None:
-    await _send_json(send, status, json.dumps(content).encode())
-
-
-async def _send_json(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

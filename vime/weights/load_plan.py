@@ -8,7 +8,7 @@ extension passes what only it knows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,18 +50,26 @@ class LoadPlan:
     untouched: tuple[str, ...]
     num_tensors: int
 
-    def check(self, *, may_skip: Callable[[str], bool], whole_model: bool = True, all_filled: bool = True) -> None:
+    def check(
+        self,
+        *,
+        may_skip: Callable[[str], bool],
+        whole_model: bool = True,
+        all_filled: bool = True,
+        derived: Collection[str] = (),
+    ) -> None:
         """Raise WeightSyncError unless every tensor lands somewhere and every parameter is filled.
 
         `may_skip(name)` allows tensors that are left out on purpose (a tied head). `whole_model=False` (pipeline
         stages) allows tensors that belong to other stages, `all_filled=False` parameters that no checkpoint holds.
+        `derived` are parameters that the engine computes from others once those are loaded.
         """
         lost = [name for name in self.untouched if not may_skip(name)]
         if len(self.untouched) == self.num_tensors:
             raise WeightSyncError(f"none of the {self.num_tensors} tensors matches a parameter: {short_list(lost)}", fix=FIX)
         if whole_model and lost:
             raise WeightSyncError(f"{len(lost)} tensors match no parameter and would be skipped: {short_list(lost)}", fix=FIX)
-        if all_filled and (empty := [fill.name for fill in self.fills if not fill.tensors]):
+        if all_filled and (empty := [f.name for f in self.fills if not f.tensors and f.name not in derived]):
             raise WeightSyncError(f"no tensor fills {len(empty)} of the parameters: {short_list(empty)}", fix=FIX)
         if partial := [f"{f.name} has only {short_list(sorted(f.tensors), 3)}" for f in self.fills if f.is_partial]:
             raise WeightSyncError(f"fused parameters would be filled in part: {short_list(partial, 3)}", fix=FIX)
@@ -97,7 +105,7 @@ def plan_load(
 class _Recorder:
     def __init__(self, model: torch.nn.Module, twins: Mapping[int, torch.Tensor]) -> None:
         self._params = dict(model.named_parameters())
-        self._twins = {id(p): twins[id(p)] if id(p) in twins else p.data.to("meta") for p in self._params.values()}
+        self._twins = {id(p): twins[id(p)] if id(p) in twins else _twin(p) for p in self._params.values()}
         self.fills = {name: Fill(name, _numel_to_load(self._twins[id(p)])) for name, p in self._params.items()}
         self.touched: set[str] = set()
         self._names: dict[int, str] = {}
@@ -174,6 +182,13 @@ class _CountCopies(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             self.copied += args[0].numel()
         return func(*args, **(kwargs or {}))
+
+
+def _twin(param: torch.Tensor) -> torch.Tensor:
+    """Without storage, with the attributes by which a loader finds its part of a fused parameter."""
+    twin: Any = param.data.to("meta")
+    twin.__dict__ = vars(param).copy()
+    return twin
 
 
 def _plain_copy(param: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -3,6 +3,10 @@
     prepare()   every gate shuts, running requests finish, the engines pause        (may run while the trainer works)
     publish()   trainer's probe log-probs -> stage -> update all engines -> resume with the gate shut -> probe -> open -> keep
 
+With the pause `keep`, requests stay in the paused engines and go on after the update with caches that are computed anew. The
+engines then pause for the update only: the trainer stages first. A probe runs beside the kept requests, and what they sampled
+before it failed never leaves the engine's gate; the others' requests are ended with it.
+
 Engines that leave the devices for the trainer sleep when they have paused; their weights wake before the update, the trainer
 leaves (`before_serving`), then their caches wake.
 
@@ -23,8 +27,9 @@ from vime.config.schema import CheckSchedule
 from vime.errors import VimeError
 from vime.types import PolicyVersion
 from vime.weights.control import EngineControl, PauseMode
+from vime.weights.joining import Offering, join
 from vime.weights.probe import LogProbs, ProbeResult, compare, tolerance_for
-from vime.weights.waits import Clock, all_of, ended, mark_seen, try_for
+from vime.weights.waits import Clock, all_of, ended, mark_seen, timed, try_for
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 """vLLM's tags of what a sleeping engine gives up, in the order in which they wake."""
@@ -33,7 +38,7 @@ REPAUSE_TIMEOUT_S = 5.0
 """How long a failed publish waits for engines that had already been resumed to pause again."""
 
 
-class TrainerLink(Protocol):
+class TrainerLink(Offering, Protocol):
     """The trainer's half as the publisher sees it, over all ranks. Results of several ranks are already merged.
 
     `vime.weights.merge` merges what halves of several ranks say. Where only rank 0 sends, `init_info` and `connect` are its
@@ -42,10 +47,6 @@ class TrainerLink(Protocol):
 
     @property
     def streams(self) -> bool: ...
-
-    async def init_info(self, receivers: int) -> Mapping[str, Any]: ...
-
-    async def connect(self) -> None: ...
 
     async def stage(self, version: str, fingerprint: bool) -> Mapping[str, Any]: ...
 
@@ -68,7 +69,8 @@ class TrainerLink(Protocol):
 class SyncReport:
     """One publish. `seconds` by phase, in order and without overlap; `nbytes` is what one engine received.
 
-    `engine_seconds`: by engine, what it spent on the phases of its update (start, update, finish).
+    `engine_seconds`: by engine, what it spent on the phases of its update (start, update, finish). `stage_s`: what the trainer
+    needed to make its weights readable, which lies within `hold` and `stage`. `engine_bytes`: of the fullest engine, by tag.
     """
 
     version: PolicyVersion
@@ -76,6 +78,8 @@ class SyncReport:
     nbytes: int
     probe: Mapping[str, ProbeResult] = field(default_factory=dict)
     engine_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    stage_s: float = 0.0
+    engine_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def slowest_engine(self) -> dict[str, float]:
@@ -91,6 +95,11 @@ class SyncReport:
     @property
     def probe_max(self) -> float | None:
         return max((r.max for r in self.probe.values()), default=None)
+
+
+def most_of(rows: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The largest value of each name."""
+    return {name: max(row.get(name, 0) for row in rows) for name in sorted({name for row in rows for name in row})}
 
 
 def is_due(schedule: CheckSchedule, count: int) -> bool:
@@ -204,8 +213,7 @@ class Publisher:
             reference = await self._link.probe_log_probs(self._probe.ids) if probe else None
             clock.mark("reference")
             self._published = None
-            staged, _ = await all_of([self._link.stage(str(version), fingerprint), self._hold()])
-            clock.mark("hold")
+            staged, stage_s = await self._stage_and_hold(str(version), fingerprint, clock)
             engines = self.engines
             await self._wake(engines, WEIGHTS, clock)
             if self._sleep_level:
@@ -221,7 +229,8 @@ class Publisher:
             self._published = published
             if before_serving is None:
                 self._keep()
-            return SyncReport(version, clock.seconds, self._nbytes, results, updates)
+            held = most_of([getattr(e, "held_bytes", {}) for e in engines])
+            return SyncReport(version, clock.seconds, self._nbytes, results, updates, stage_s, held)
 
     async def admit(self, engine: EngineControl, *, probe: bool = True) -> None:
         """Give a started or restarted engine the last published weights; it gets traffic only after that.
@@ -274,16 +283,23 @@ class Publisher:
         clock.mark("init")
 
     async def _join(self, engines: Sequence[EngineControl]) -> None:
-        sizes = await all_of([e.world_size() for e in engines])
-        offer = await self._link.init_info(sum(sizes))
-        calls: list[Awaitable[None]] = []
-        offset = 0
-        for engine, size in zip(engines, sizes, strict=True):
-            calls.append(engine.init({**offer, "rank_offset": offset, "options": self._options}))
-            offset += size
-        await all_of([*calls, self._link.connect()])
+        self._nbytes = await join(self._link, engines, self._options)
         self._joined = {e.name for e in engines} | (set() if self._link.streams else self._joined)
-        self._nbytes = sum(row[4] for row in offer["manifest"])
+
+    async def _stage_and_hold(self, version: str, fingerprint: bool, clock: Clock) -> tuple[Mapping[str, Any], float]:
+        """Both at once where the engines take time to empty; where they only pause, they run until all is staged.
+
+        Also gives the seconds that staging took.
+        """
+        stage = timed(self._link.stage(version, fingerprint))
+        if self._pause == "keep":
+            done = await stage
+            clock.mark("stage")
+            await self._hold()
+        else:
+            done, _ = await all_of([stage, self._hold()])
+        clock.mark("hold")
+        return done
 
     async def _hold(self) -> None:
         self.prepare()
@@ -375,7 +391,10 @@ class Publisher:
         clock.mark("leave")
 
     async def _serve(self, engines: Sequence[EngineControl], published: _Published, clock: Clock) -> Mapping[str, ProbeResult]:
-        """Resume, probe behind the gate if there is a reference, open. After a failure all of them are paused again."""
+        """Resume, probe behind the gate if there is a reference, open. After a failure all of them are paused again.
+
+        Where weights were on trial, whatever ran under them ends; else requests that are kept through updates stay.
+        """
         reference, results = published.reference, {}
         try:
             if reference is not None:
@@ -387,7 +406,8 @@ class Publisher:
             await all_of([e.open(str(published.version), resume=reference is None) for e in engines])
             clock.mark("open")
         except BaseException:
-            await try_for([e.shut("abort") for e in engines], REPAUSE_TIMEOUT_S)
+            how: PauseMode = "keep" if self._pause == "keep" and reference is None else "abort"
+            await try_for([e.shut(how) for e in engines], REPAUSE_TIMEOUT_S)
             raise
         return results
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
+from vime.weights.asgi import Message, Send
 
 
 class StampedAnswer:

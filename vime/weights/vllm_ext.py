@@ -20,7 +20,7 @@ from vime.errors import VimeError, WeightSyncError
 from vime.facts.process import Factory
 from vime.weights.fingerprint import check_digest
 from vime.weights.load_plan import plan_load
-from vime.weights.manifest import check_same_manifest, manifest_from_json, short_list
+from vime.weights.manifest import check_same_manifest, manifest_from_json, short_list, unpack_manifest
 from vime.weights.transports.base import EngineHalf, Manifest, NamedTensors
 from vime.weights.vllm_platform import check_platform
 
@@ -57,7 +57,8 @@ def register() -> None:
 
 
 def vime_weights(worker: Any, step: str, payload: dict[str, Any]) -> dict[str, Any]:
-    """A worker method for collective calls: `init` or a whole `update`. Answers `{"seconds": {}}` or `{"error": text}`.
+    """A worker method for collective calls: `init` or a whole `update`. Answers `{"error": text}`, or `{"seconds": {}}` and in
+    `bytes` what this worker holds by tag.
 
     Errors are values, because vLLM's multiprocess executor stops reading at the first worker that raises and takes what
     the others still answer for the results of the next call. Only the first data-parallel replica's values come back, so
@@ -68,7 +69,7 @@ def vime_weights(worker: Any, step: str, payload: dict[str, Any]) -> dict[str, A
     try:
         # vLLM 0.26 calls a worker's methods without its configuration, which processing a loaded layer may ask for.
         with set_current_vllm_config(worker.vllm_config):
-            return {"seconds": _STEPS[step](worker, payload)}
+            return {"seconds": _STEPS[step](worker, payload), "bytes": _held_bytes(worker)}
     except Exception as error:
         if worker.parallel_config.data_parallel_index:
             raise
@@ -99,6 +100,27 @@ def _update_step(worker: Any, payload: dict[str, Any]) -> dict[str, float]:
     return {phase: times[i + 1] - times[i] for i, phase in enumerate(("start", "update", "finish"))}
 
 
+def _held_bytes(worker: Any) -> dict[str, int]:
+    """Bytes of the tensors of model and cache, each storage once, whether or not they have memory at the moment."""
+    runner = worker.model_runner
+    model = [*runner.model.parameters(), *runner.model.buffers()]
+    return {"engine_weights": _storage_bytes(model), "kv": _storage_bytes(_tensors_in(getattr(runner, "kv_caches", ())))}
+
+
+def _tensors_in(nested: Any) -> Iterator[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, Mapping):
+        yield from _tensors_in(tuple(nested.values()))
+    elif isinstance(nested, (list, tuple)):
+        for one in nested:
+            yield from _tensors_in(one)
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes()}.values())
+
+
 _STEPS: dict[str, Callable[[Any, dict[str, Any]], dict[str, float]]] = {"init": _init_step, "update": _update_step}
 
 
@@ -121,10 +143,12 @@ def half_for(protocol: str) -> Factory:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """`manifest` rows as in `vime.weights.manifest`; `rank_offset` counts the workers of the engines before this one."""
+    """`manifest`: rows as in `vime.weights.manifest`, or packed. `rank_offset`: workers of the engines before this one; on its
+    host, where a transport has an offer for each host.
+    """
 
     protocol: str
-    manifest: list[list[Any]]
+    manifest: list[list[Any]] | str
     info: dict[str, Any] = field(default_factory=dict)
     rank_offset: int = 0
     options: dict[str, Any] = field(default_factory=dict)
@@ -152,7 +176,9 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._reloading = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        manifest = manifest_from_json(init_info.manifest)
+        told = init_info.manifest
+        rows = unpack_manifest(told) if isinstance(told, str) else told
+        manifest = manifest_from_json(rows)
         factory = half_for(init_info.protocol)
         if self._accepted is None:
             self._check(manifest)
@@ -166,7 +192,7 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         half.connect(
             {
                 **init_info.info,
-                "manifest": init_info.manifest,
+                "manifest": rows,
                 "rank_offset": init_info.rank_offset,
                 "worker_rank": pc.data_parallel_index * pc.world_size + pc.rank,
             }
@@ -229,6 +255,7 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             may_skip=lambda name: tied and name == "lm_head.weight",
             whole_model=self.parallel_config.pipeline_parallel_size == 1,
             all_filled=self.model_config.quantization is None,
+            derived=_derived_parameters(self.model),
         )
 
     def _verified(
@@ -271,6 +298,20 @@ def _checkpoint_twins(model: torch.nn.Module) -> dict[int, torch.Tensor]:
             if name in recorded:
                 twins[id(param)] = _unsanitized(recorded[name], layer)
     return twins
+
+
+def _derived_parameters(model: torch.nn.Module) -> set[str]:
+    """Parameters that appeared after loading, such as the absorbed projections of latent attention; none where vLLM did not
+    record what a checkpoint holds.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    recorded = {prefix: get_layerwise_info(layer).restore_metadata[0] for prefix, layer in model.named_modules()}
+    if not any(recorded.values()):
+        return set()
+    split = ((name, *name.rpartition(".")[::2]) for name, _ in model.named_parameters())
+    return {name for name, layer, own in split if own not in recorded[layer] and own not in SKIP_TENSORS}
 
 
 def _unsanitized(twin: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:

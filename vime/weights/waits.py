@@ -47,6 +47,13 @@ async def try_for(calls: Sequence[Awaitable[Any]], seconds: float) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def timed(call: Awaitable[Any]) -> tuple[Any, float]:
+    """What a call gives, and its seconds."""
+    began = time.perf_counter()
+    found = await call
+    return found, time.perf_counter() - began
+
+
 async def ended(task: asyncio.Task[None]) -> None:
     """A task as a call."""
     await task

@@ -83,6 +83,17 @@ def test_bytes_and_seconds_side_by_side() -> None:
     assert (waking.predicted, waking.measured) == (pytest.approx(moved), pytest.approx(0.3))
 
 
+def test_an_update_is_what_the_trainer_stages_and_what_the_engines_take() -> None:
+    """And an engine's bytes are those that it counted at its last update."""
+    said = {"sync/staging": 0.3, "sync/held_kv": 70.0, "sync/held_engine_weights": 2e9}
+    publication = Row(RowKind.SYNC, 1, 0.0, metrics=said, seconds={"sync": 0.9, "sync/update": 0.2})
+    found = {one.what: one for one in compare(plan_of(), [publication])}
+    assert found["update of the weights"].measured == pytest.approx(0.5)
+    weights = found["an engine's engine_weights"]
+    assert (weights.predicted, weights.ratio) == (2 * 10**9, 1.0)
+    assert found["an engine's kv"].measured == 70.0
+
+
 def test_what_is_not_there_has_no_ratio() -> None:
     found = {one.what: one for one in compare(plan_of(), rows())}
     lost = found["training policy optimizer"]

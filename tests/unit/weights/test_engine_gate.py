@@ -130,11 +130,15 @@ async def test_abort_ends_running_requests(gate, app):
 UPDATE = {"update_info": {"staged": {"version": "0.3"}}, "version": "0.3"}
 
 
-async def test_an_update_runs_in_all_workers_and_reports_the_slowest(gate, app):
+async def test_an_update_runs_in_all_workers_and_reports_the_slowest_and_the_fullest(gate, app):
     app.answers["/collective_rpc"] = {
-        "results": [{"seconds": {"start": 0.1, "update": 0.4}}, {"seconds": {"start": 0.2, "update": 0.3}}]
+        "results": [
+            {"seconds": {"start": 0.1, "update": 0.4}, "bytes": {"kv": 7, "engine_weights": 3}},
+            {"seconds": {"start": 0.2, "update": 0.3}, "bytes": {"kv": 6, "engine_weights": 4}},
+        ]
     }
-    assert await post(gate, "/vime/update", UPDATE) == (200, {"seconds": {"start": 0.2, "update": 0.4}})
+    answer = {"seconds": {"start": 0.2, "update": 0.4}, "bytes": {"kv": 7, "engine_weights": 4}}
+    assert await post(gate, "/vime/update", UPDATE) == (200, answer)
     payload = {"staged": {"version": "0.3"}}
     assert app.calls == [
         ("/collective_rpc", {"method": "vime_weights", "kwargs": {"step": "update", "payload": payload}}),

@@ -77,6 +77,20 @@ async def test_a_publish_goes_through_its_steps_in_order(publisher, link, log, e
     assert publisher.version == version(1)
 
 
+async def test_the_report_has_the_time_of_staging_and_what_the_fullest_engine_holds(publisher, link, engines):
+    staged = link.stage
+
+    async def slowly(*words):
+        await asyncio.sleep(0.05)
+        return await staged(*words)
+
+    link.stage = slowly
+    engines[0].held_bytes, engines[1].held_bytes = {"kv": 5, "engine_weights": 2}, {"kv": 4, "engine_weights": 3}
+    report = await publisher.publish(PolicyVersion(0, 0))
+    assert 0.05 <= report.stage_s <= report.seconds["hold"]
+    assert report.engine_bytes == {"engine_weights": 3, "kv": 5}
+
+
 async def test_later_publishes_do_not_initialise_or_probe_unless_asked(publisher, log):
     await publisher.publish(version(0))
     log.clear()
