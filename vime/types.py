@@ -73,7 +73,8 @@ class Sample:
     """One answer, with everything that training needs.
 
     `log_probs` are the sampler's, after temperature; `loss_mask` is 1 on trained tokens. Both are as long as
-    `response_ids`. For supervised rows `log_probs` is empty and `reward` None.
+    `response_ids`. For supervised rows `log_probs` is empty and `reward` None. Samples of a group with the same `rollout` are
+    parts of one rollout, which counts once in the loss and among its siblings; None: the sample is a whole one.
     """
 
     index: int
@@ -86,11 +87,12 @@ class Sample:
     reward: float | None = None
     text: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    rollout: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleInfo:
-    """What control needs to know of a sample: sizes (tokens), reward, status."""
+    """What control needs to know of a sample: sizes (tokens), reward, status; `rollout` as in `Sample`."""
 
     index: int
     prompt_tokens: int
@@ -98,6 +100,7 @@ class SampleInfo:
     trainable_tokens: int
     reward: float | None
     status: SampleStatus
+    rollout: int | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -140,7 +143,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A sample on the rank that trains it. `group_rewards` are the rewards of all its siblings, itself included."""
+    """A sample on the rank that trains it.
+
+    `group_rewards` are the rewards of all scored samples of its group, itself included; beside them `group_lengths` are
+    their response tokens and `group_weights` the parts that they are of their rollouts (empty: each is a whole one).
+    `rollout_tokens` are the trained tokens of all samples of its rollout; 0 where the sample is the whole rollout.
+
+    Per response token, or empty: `ref_log_probs` of the frozen reference and `teacher_log_probs`, both at the sampler's
+    temperature, and `values` that the critic gave before the step's first update.
+    """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
@@ -148,6 +159,12 @@ class TrainSample:
     loss_mask: tuple[int, ...]
     reward: float | None
     group_rewards: tuple[float, ...]
+    ref_log_probs: tuple[float, ...] = ()
+    teacher_log_probs: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    group_lengths: tuple[int, ...] = ()
+    group_weights: tuple[float, ...] = ()
+    rollout_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +180,7 @@ class UpdatePlan:
     """One optimizer step: `micro_batches[rank][i]` are the samples of micro-batch i on data-parallel rank `rank`.
 
     Every rank has the same number of micro-batches (some may be empty). The denominators are global, so that no
-    split of the work changes loss or gradient: `num_rollouts` samples, `num_tokens` trainable tokens.
+    split of the work changes loss or gradient: `num_rollouts` rollouts, `num_tokens` trainable tokens.
     """
 
     micro_batches: tuple[tuple[tuple[SampleRef, ...], ...], ...]

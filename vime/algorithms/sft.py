@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from vime.algorithms.base import LossSums, TokenBatch, empty_batch, masked_sum
-from vime.config.schema import SftSection
+from vime.algorithms.base import AdvantageBatch, LossSums, Reduce, TokenBatch, empty_batch, masked_sum
+from vime.config.algorithms import SftSection
 
 
 class Sft:
@@ -14,15 +16,20 @@ class Sft:
 
     needs_rollout_log_probs = False
     needs_old_log_probs = False
+    needs_old_for_advantages = False
     needs_advantages = False
+    needs_reference = False
+    needs_values = False
+    needs_teacher = False
     needs_entropy_gradient = False
+    loss_tokens: int | None = None
 
     def __init__(self, section: SftSection) -> None:
         self.loss_mean: str = section.loss_mean
 
-    def advantages(self, rewards: Tensor, group_rewards: Tensor) -> Tensor:
-        """Not used: rewards [n] -> zeros [n]."""
-        return torch.zeros_like(rewards)
+    def advantages(self, batch: AdvantageBatch, reduce: Reduce) -> Tensor:
+        """Not used: zeros [tokens]."""
+        return torch.zeros(batch.mask.shape)
 
     def loss(self, batch: TokenBatch) -> LossSums:
         """Minus the label's log-prob, weighted and summed; all fields of `batch` are [tokens]."""
@@ -38,3 +45,6 @@ class Sft:
 
     def empty_sums(self) -> LossSums:
         return self.loss(empty_batch())
+
+    def finish(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return dict(metrics)

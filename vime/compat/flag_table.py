@@ -39,6 +39,8 @@ def _chunk(text: str) -> object:
     return 2**31 if text == "-1" else text
 
 
+ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
+
 FLAGS: Mapping[str, Flag] = {
     # run and model
     "hf-checkpoint": Flag("model.path"),
@@ -74,10 +76,17 @@ FLAGS: Mapping[str, Flag] = {
     "custom-rm-path": Flag("reward.kind"),
     "reward-key": Flag("reward.key"),
     # algorithm
-    "loss-type": only("algorithm.kind", {"policy_loss": "grpo", "sft_loss": "sft"}),
-    "advantage-estimator": only("algorithm.kind", {"grpo": "grpo"}),
+    "advantage-estimator": only("algorithm.kind", {name: name for name in ESTIMATORS}),
     "eps-clip": Flag("algorithm.clip_low"),
     "eps-clip-high": Flag("algorithm.clip_high"),
+    "eps-clip-c": Flag("algorithm.dual_clip"),
+    "value-clip": Flag("algorithm.critic.value_clip"),
+    "gamma": Flag("algorithm.gamma"),
+    "lambd": Flag("algorithm.lam"),
+    "normalize-advantages": switch("algorithm.whiten", True),
+    "custom-advantage-function-path": Flag("algorithm.advantage_function"),
+    "custom-loss-function-path": Flag("algorithm.loss_function"),
+    "custom-tis-function-path": Flag("algorithm.correction.function"),
     "entropy-coef": Flag("algorithm.entropy_coef"),
     "calculate-per-token-loss": switch("algorithm.loss_mean", "token"),
     "disable-grpo-std-normalization": switch("algorithm.normalize_std", False),
@@ -148,8 +157,7 @@ NOTHING_TO_DO: Mapping[str, int | str] = {
     "accumulate-allreduce-grads-in-fp32": 0,
     "use-fault-tolerance": 0,
     "vllm-weight-sync-packed": 0,
-    "kl-loss-type": 1,
-    "use-kl-loss": 0,
+    "get-mismatch-metrics": 0,
 }
 """What vime always does, or what has no effect without a part that is refused."""
 
@@ -193,35 +201,27 @@ ONLY_VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Flags of which one value is what vime does anyway."""
 
-ZERO_ONLY: Mapping[str, str] = {
-    "kl-coef": "there is no reference model yet: leave the penalty out",
-    "kl-loss-coef": "there is no reference model yet: leave the penalty out",
-    "num-critic-only-steps": "there is no critic yet: use the grpo estimator",
-}
-"""Flags that are off at 0."""
-
 _LORA = "vime trains full weights only: merge the adapter into the model and give its folder as --hf-checkpoint"
 _IMAGES = "vime trains text models only: leave image columns out"
-_NO_REFERENCE = "initial weights come from --hf-checkpoint; there is no reference model yet"
+_REFERENCE = "the reference is the initial policy of --hf-checkpoint; for another one write `model.reference` in a run file"
 _RESUME = "vime resumes a run from its own folder: `vime run RUN.yaml --resume`"
-_NO_TEACHER = "there is no distillation yet: use the grpo estimator"
+_TEACHER = "write `algorithm: {kind: distill}` and `model.teacher` in a run file"
 _NO_FILTER = "write a rollout function and give it as --rollout-function-path"
 _OBSERVE = "metrics go to metrics.jsonl and TensorBoard in the run's folder"
 
 REFUSED: Mapping[str, str] = {
     "load": _RESUME,
     "start-rollout-id": _RESUME,
-    "ref-load": _NO_REFERENCE,
-    "ref-ckpt-step": _NO_REFERENCE,
-    "ref-update-interval": _NO_REFERENCE,
-    "use-unbiased-kl": _NO_REFERENCE,
+    "ref-load": _REFERENCE,
+    "ref-ckpt-step": _REFERENCE,
+    "ref-update-interval": "the reference stays as it is: leave it out",
     "lora-rank": _LORA,
     "lora-alpha": _LORA,
     "lora-target-modules": _LORA,
     "use-lora": _LORA,
     "multimodal-keys": _IMAGES,
-    "use-opd": _NO_TEACHER,
-    "opd-type": _NO_TEACHER,
+    "use-opd": _TEACHER,
+    "opd-type": _TEACHER,
     "partial-rollout": "unfinished groups are not continued yet; leave it out",
     "over-sampling-batch-size": "dropped groups are replaced one by one; leave it out",
     "num-epoch": "say how many steps: --num-rollout",
@@ -229,7 +229,6 @@ REFUSED: Mapping[str, str] = {
     "buffer-filter-path": _NO_FILTER,
     "group-rm": "a grader sees one sample; score groups in a rollout function",
     "rm-url": "write a grader `module:callable` that asks the server, and give it as --custom-rm-path",
-    "use-tis": "there is no importance-sampling correction yet; use --use-rollout-logprobs",
     "use-routing-replay": "there is no routing replay yet; leave it out",
     "use-rollout-routing-replay": "there is no routing replay yet; leave it out",
     "prefill-num-servers": "there is no split of prefill and decode yet; leave it out",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vime.compat import flag_table as table
+from vime.compat.algorithm_flags import ALGORITHM, algorithm_settings
 from vime.compat.cluster_flags import topology_from
 from vime.config.manifest import Argument, manifest_of
 from vime.errors import ConfigError, Errors, VimeError
@@ -51,7 +52,7 @@ def config_from_flags(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, st
 
 def known_flags() -> tuple[str, ...]:
     """Every flag with a meaning here, pass-through names left out."""
-    tables = (table.FLAGS, table.COMBINED, table.CLUSTER, table.NOTHING_TO_DO, table.SHAPE, table.ONLY_VALUES, table.ZERO_ONLY)
+    tables = (table.FLAGS, table.COMBINED, ALGORITHM, table.CLUSTER, table.NOTHING_TO_DO, table.SHAPE, table.ONLY_VALUES)
     return tuple(sorted({name for part in tables for name in part}))
 
 
@@ -118,8 +119,6 @@ class _Tree:
             self.fail(given, "vime does not have this", table.REFUSED[name])
         elif name in table.ONLY_VALUES:
             self._only(given, table.ONLY_VALUES[name])
-        elif name in table.ZERO_ONLY:
-            self._zero(given)
         elif (arity := _plain_arity(name)) is not None:
             self._count(given, arity)
         elif (home := _pass_through(name)) is not None:
@@ -139,10 +138,6 @@ class _Tree:
     def _only(self, given: Given, known: Mapping[str, str]) -> None:
         if self._count(given, 1) and given.words[0] not in known:
             self.fail(given, f"{given.words[0]!r} is not there: {next(iter(known.values()))}", f"use {', '.join(known)}")
-
-    def _zero(self, given: Given) -> None:
-        if self._count(given, 1) and not _is_zero(given.words[0]):
-            self.fail(given, f"{given.words[0]!r} is not there", table.ZERO_ONLY[given.name])
 
     def _count(self, given: Given, arity: int | str) -> bool:
         """Whether the flag has as many words as it takes."""
@@ -169,8 +164,8 @@ class _Tree:
 
     def combine(self, given: Sequence[Given]) -> None:
         """Flags that make sense only together."""
-        by_name = {flag.name: flag for flag in given if flag.words or table.CLUSTER.get(flag.name) == 0}
-        for step in (_betas, _clip, _updates, _evaluation):
+        by_name = {flag.name: flag for flag in given if flag.words or _plain_arity(flag.name) == 0}
+        for step in (_betas, _clip, _updates, _evaluation, _algorithm):
             for path, value, flag in step(by_name, self):
                 self.set(path, value, flag)
         cluster = {name: flag for name, flag in by_name.items() if name in table.CLUSTER}
@@ -189,7 +184,7 @@ class _Tree:
 
 
 def _plain_arity(name: str) -> int | str | None:
-    for part in (table.COMBINED, table.CLUSTER, table.NOTHING_TO_DO, table.SHAPE):
+    for part in (table.COMBINED, ALGORITHM, table.CLUSTER, table.NOTHING_TO_DO, table.SHAPE):
         if name in part:
             return part[name]
     return None
@@ -216,13 +211,6 @@ def _value(word: str) -> Any:
         return plain(parse(word, "flag"))
     except VimeError:
         return word
-
-
-def _is_zero(text: str) -> bool:
-    try:
-        return float(text) == 0
-    except ValueError:
-        return False
 
 
 def _suggest(name: str) -> str:
@@ -268,6 +256,12 @@ def _updates(given: Mapping[str, Given], tree: _Tree) -> _Set:
         tree.fail(flag, what, f"use a divisor of {groups * each}")
     else:
         yield "trainer.updates_per_step", str(groups * each // wanted), flag
+
+
+def _algorithm(given: Mapping[str, Given], tree: _Tree) -> _Set:
+    words = {name: flag.words for name, flag in given.items()}
+    for path, value, name in algorithm_settings(words, lambda name, what, fix: tree.fail(given[name], what, fix)):
+        yield path, value, given[name]
 
 
 _EVALUATION = {

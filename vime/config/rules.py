@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
+from vime.config.algorithms import GROUP_BASELINES, PolicySection, needs_of
 from vime.config.schema import Config
 from vime.errors import ConfigError, VimeError
 from vime.topology.findings import Finding
@@ -17,7 +18,7 @@ def check(config: Config, tree: Node) -> tuple[list[VimeError], tuple[Finding, .
     """Errors and warnings of a configuration whose keys are each valid by themselves."""
     errors: list[VimeError] = [
         ConfigError(what, where=_where(tree, path), fix=fix)
-        for path, what, fix in (*_batch(config), *_lengths(config), *_sets(config))
+        for path, what, fix in (*_batch(config), *_lengths(config), *_sets(config), *_models(config))
     ]
     given = _given(tree)
     warnings = tuple(Finding(what, _where(tree, path), fix) for path, what, fix in (*_inert(config, given), *_advice(config)))
@@ -92,6 +93,16 @@ def _sets(config: Config) -> Iterator[Said]:
         seen.add(chosen.name)
 
 
+MODELS = {"reference": "reference", "teacher": "teacher", "critic": "values"}
+"""Keys of `model` for further training roles, and what an algorithm needs to use them."""
+
+
+def _models(config: Config) -> Iterator[Said]:
+    if "teacher" in needs_of(config.algorithm) and config.model.teacher is None:
+        what = f"`model.teacher` is missing: algorithm.kind {config.algorithm.kind} learns from another model than its own"
+        yield "model", what, "set model.teacher to a Hugging Face folder with the same vocabulary"
+
+
 def _written(given: AbstractSet[str], *paths: str) -> list[str]:
     return [path for path in paths if path in given]
 
@@ -108,10 +119,22 @@ def _inert(config: Config, given: AbstractSet[str]) -> Iterator[Said]:
     probe = config.weights.probe
     if probe.first == 0 and probe.every == 0:
         yield from _one(_written(given, "weights.probe.tolerance"), "the probe is off", "set weights.probe.first or every")
+    if config.weights.update == "in_flight" and config.schedule.max_staleness == 0:
+        keys = _written(given, "weights.update")
+        why = "at schedule.max_staleness 0 nothing is sampled while weights change"
+        yield from _one(keys, why, "set schedule.max_staleness to 1 or more")
     if config.algorithm.kind == "sft":
         unused = [k for k in given if k.startswith("rollout.") and k not in _SFT_ROLLOUT and k.count(".") == 1]
         keys = sorted([*unused, *_written(given, "reward")])
         yield from _one(keys, "algorithm.kind is sft, which samples and scores nothing", "remove these keys")
+    if isinstance(config.algorithm, PolicySection) and (overlong := config.algorithm.overlong) is not None:
+        start, longest = overlong.max_tokens - overlong.buffer_tokens, config.rollout.sampling.max_response_tokens
+        if start >= longest:
+            why = f"it punishes from {start} tokens on, and rollout.sampling.max_response_tokens is {longest}"
+            yield from _one(["algorithm.overlong"], why, "lower algorithm.overlong.max_tokens")
+    needs = needs_of(config.algorithm)
+    unused = [f"model.{key}" for key, need in MODELS.items() if need not in needs]
+    yield from _one(_written(given, *unused), "the algorithm does not use this model", "remove it")
     plugins = set(config.plugins.allow) & set(config.plugins.deny)
     if plugins:
         yield "plugins.allow", f"`plugins.allow` has no effect for {', '.join(sorted(plugins))}: deny beats allow", None
@@ -130,7 +153,7 @@ def _one(keys: list[str], why: str, fix: str) -> Iterator[Said]:
 
 def _advice(config: Config) -> Iterator[Said]:
     algorithm = config.algorithm
-    if algorithm.kind == "grpo" and config.rollout.group_size == 1:
+    if algorithm.kind in GROUP_BASELINES and config.rollout.group_size == 1:
         what = "`rollout.group_size` is 1: an answer without siblings has advantage 0, so nothing is learned"
         yield "rollout.group_size", what, "set rollout.group_size to 2 or more"
     if config.schedule.stop_when is not None and not config.evaluation.sets:

@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from vime.config.algorithms import AlgorithmSection, GrpoSection
+from vime.config.algorithms import SftSection as SftSection
+from vime.config.optimizer import OptimizerSection
 from vime.yamltree import Count, NonNegative, Number, Rate, Seconds, Section, Whole
 
 
@@ -16,7 +19,11 @@ class RunSection(Section):
 
     dir: Path = Field(description="Directory of the run: resolved.yaml, metrics.jsonl, checkpoints, logs, report.html.")
     seed: NonNegative = Field(default=0, description="Seeds shuffling, sampling and initialisation.")
-    deterministic: bool = Field(default=True, description="Derive each sampling seed from (seed, prompt, sample, attempt).")
+    deterministic: bool = Field(
+        default=True,
+        description="Derive each sampling seed from (seed, prompt, sample, attempt). Runs are equal bit for bit only at"
+        " max_staleness 0; above it, which weights sample which token depends on time.",
+    )
 
 
 class ModelSection(Section):
@@ -24,6 +31,17 @@ class ModelSection(Section):
 
     path: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(default=None, description="None: the platform's default.")
+    reference: Path | None = Field(default=None, description="Folder of the frozen reference; null: the initial policy.")
+    teacher: Path | None = Field(default=None, description="Folder of the teacher of on-policy distillation.")
+    critic: Path | None = Field(
+        default=None, description="Folder that the critic begins with; null: the policy's. A head that it lacks is drawn."
+    )
+
+    @property
+    def others(self) -> dict[str, Path]:
+        """Folders of further training roles that do not begin with the policy, by task."""
+        folders = {"reference": self.reference, "teacher": self.teacher, "critic": self.critic}
+        return {task: folder for task, folder in folders.items() if folder is not None}
 
 
 class DataSection(Section):
@@ -106,49 +124,6 @@ class RewardSection(Section):
     workers: Count = Field(default=1, description="Grader processes per rollout worker.")
 
 
-class GrpoSection(Section):
-    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
-
-    kind: Literal["grpo"] = "grpo"
-    clip_low: Rate = 0.2
-    clip_high: Rate = 0.2
-    normalize_std: bool = Field(default=True, description="Divide by the group's unbiased standard deviation.")
-    loss_mean: Literal["rollout", "token"] = Field(
-        default="rollout", description="Over rollouts of token means, or over tokens."
-    )
-    old_log_probs: Literal["rollout", "recompute"] = Field(default="rollout", description="Denominator of the ratio.")
-    flat_groups: Literal["skip", "train"] = Field(
-        default="skip",
-        description="Groups of equal rewards have zero gradient: skip leaves them out, denominators stay.",
-    )
-    entropy_coef: Rate = 0.0
-
-
-class SftSection(Section):
-    """Supervised fine-tuning on the same trainer: masked negative log-likelihood of the labels."""
-
-    kind: Literal["sft"] = "sft"
-    loss_mean: Literal["rollout", "token"] = "token"
-    digits_apart: bool = Field(default=False, description="Encode a label character by character, as a sampler emits digits.")
-
-
-AlgorithmSection = Annotated[GrpoSection | SftSection, Field(discriminator="kind")]
-
-
-class OptimizerSection(Section):
-    """AdamW and its schedule."""
-
-    lr: Rate = 1e-6
-    betas: tuple[Rate, Rate] = (0.9, 0.95)
-    eps: Rate = 1e-8
-    weight_decay: Rate = 0.0
-    clip_grad: Rate = Field(default=1.0, description="Global norm; 0 turns it off.")
-    warmup_steps: NonNegative = 0
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    decay_steps: Count | None = Field(default=None, description="None: the length of the run.")
-    min_lr: Rate = 0.0
-
-
 class TrainerSection(Section):
     """The Megatron trainer."""
 
@@ -158,6 +133,10 @@ class TrainerSection(Section):
     log_prob_chunk_tokens: Count = Field(default=1024, description="Rows of logits handled at once.")
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         default="auto", description="Of activations in the backward pass; auto: the least that fits, by the plan."
+    )
+    freeze_router: bool = Field(default=False, description="Train no router of a mixture of experts.")
+    overlap: bool = Field(
+        default=False, description="Reduce gradients during the backward pass, gather parameters during the next forward pass."
     )
     threads: Count = Field(default=1, description="Host threads of a trainer rank.")
     step_timeout_s: Seconds = 1800.0
@@ -195,7 +174,11 @@ class ProbeSection(CheckSchedule):
 class WeightsSection(Section):
     """Weight updates from trainer to engines."""
 
-    update: Literal["drain"] = Field(default="drain", description="New requests wait, running ones finish, then publish.")
+    update: Literal["drain", "in_flight"] = Field(
+        default="drain",
+        description="drain: new requests wait, running ones finish, then publish. in_flight: running ones are frozen and go on"
+        " with the new weights; each token keeps the version that sampled it.",
+    )
     fingerprint: CheckSchedule = CheckSchedule()
     probe: ProbeSection = ProbeSection()
     timeout_s: Seconds = Field(default=120.0, description="Deadline of every wait in an update.")
@@ -236,6 +219,24 @@ class ObserveSection(Section):
     samples_per_step: NonNegative = Field(default=2, description="Samples kept for the report.")
 
 
+class ClusterSection(Section):
+    """The Ray cluster that a run uses."""
+
+    address: str | None = Field(
+        default=None, description="HOST:PORT of a running cluster, which is never stopped; null: one is started here."
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _host_and_port(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"expected HOST:PORT, such as 10.0.0.5:6379, got {value!r}")
+        return value
+
+
 class PluginsSection(Section):
     """Third-party platforms are code execution: they load only when allowed by name. Deny beats allow."""
 
@@ -261,3 +262,4 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     observe: ObserveSection = ObserveSection()
     plugins: PluginsSection = PluginsSection()
+    cluster: ClusterSection = ClusterSection()

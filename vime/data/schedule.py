@@ -6,8 +6,9 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from vime.config.schema import StopWhen
 from vime.errors import ConfigError, TrainerError
@@ -71,14 +72,34 @@ def check_updates(batch_size: int, updates_per_step: int) -> None:
     )
 
 
-def plan_updates(
-    groups: Sequence[Group], *, dp: int, max_tokens: int, updates_per_step: int, skip_flat: bool, supervised: bool
-) -> tuple[UpdatePlan, ...]:
-    """Split a batch into optimizer updates and each update into `dp` ranks of equally many micro-batches.
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the work of an update is cut.
 
-    Groups stay whole and in delivery order across updates. Inside an update samples go to ranks so that loads are even, and
-    by decreasing length into the fewest micro-batches; then the fullest micro-batch is made as small as that number allows
-    (MULTIFIT, Coffman, Garey and Johnson 1978). Micro-batches come largest first, equal lengths next to each other.
+    `dp` data-parallel ranks; `max_tokens` is a strict cap on the real tokens (prompt and response) of a micro-batch;
+    `multiple` is what the number of micro-batches must be a multiple of (the stages of a virtual pipeline). The work of a
+    sample of n tokens is taken as n + `square` n^2, in units of a token's work outside attention.
+    """
+
+    dp: int
+    max_tokens: int
+    multiple: int = 1
+    square: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.dp, self.max_tokens, self.multiple) < 1 or self.square < 0:
+            raise ConfigError(f"expected dp, max_tokens and multiple >= 1 and square >= 0, got {self}")
+
+
+def plan_updates(
+    groups: Sequence[Group], *, split: Split, updates_per_step: int, skip_flat: bool, supervised: bool
+) -> tuple[UpdatePlan, ...]:
+    """Split a batch into optimizer updates and each update into ranks of equally many micro-batches.
+
+    Groups stay whole and in delivery order across updates. Inside an update samples go to ranks so that their work is even,
+    and by decreasing length into the fewest micro-batches that `split` allows; then the fullest micro-batch is made as small
+    as that number allows (MULTIFIT, Coffman, Garey and Johnson 1978). Micro-batches come largest first, equal lengths next to
+    each other.
 
     Left out of the work, because their gradient is zero, but counted in `num_rollouts` and `num_tokens`: samples without
     trainable tokens, and with `skip_flat` the groups whose scored samples have equal rewards. Neither worked on nor counted:
@@ -86,17 +107,14 @@ def plan_updates(
     step is still made, with zero gradient.
 
     Args:
-        dp: data-parallel ranks.
-        max_tokens: strict cap on the real tokens (prompt and response) of a micro-batch.
+        split: ranks, cap, and what makes work even.
         supervised: samples carry labels instead of rewards; a smaller last batch of an epoch may split unevenly.
 
     Raises:
-        TrainerError: a sample is longer than `max_tokens`.
+        TrainerError: a sample is longer than the cap.
         ConfigError: `updates_per_step` does not divide the groups.
     """
-    if dp < 1 or max_tokens < 1:
-        raise ConfigError(f"expected dp >= 1 and max_tokens >= 1, got {dp} and {max_tokens}")
-    _check_lengths(groups, dp=dp, max_tokens=max_tokens)
+    _check_lengths(groups, split)
     if not supervised:
         check_updates(len(groups), updates_per_step)
     bounds = [round(i * len(groups) / updates_per_step) for i in range(updates_per_step + 1)]
@@ -104,7 +122,7 @@ def plan_updates(
     for first, end in itertools.pairwise(bounds):
         if first < end:
             counted = _counted(groups, range(first, end), supervised=supervised)
-            plans.append(_plan(groups, counted, dp=dp, max_tokens=max_tokens, skip_flat=skip_flat and not supervised))
+            plans.append(_plan(groups, counted, split=split, skip_flat=skip_flat and not supervised))
     return tuple(plans)
 
 
@@ -117,15 +135,21 @@ def rank_samples(plan: UpdatePlan, rank: int, *, groups: Sequence[Group]) -> lis
 class _Item:
     ref: SampleRef
     tokens: int
+    work: float
 
 
-def _check_lengths(groups: Sequence[Group], *, dp: int, max_tokens: int) -> None:
+T = TypeVar("T")
+_Bins = list[list[_Item]]
+"""Micro-batches, or the samples of several ranks."""
+
+
+def _check_lengths(groups: Sequence[Group], split: Split) -> None:
     for group in groups:
         for info in group.samples:
-            if info.total_tokens > max_tokens:
+            if info.total_tokens > split.max_tokens:
                 raise TrainerError(
                     f"sample {info.index} of group {group.prompt.group} has {info.total_tokens} tokens, "
-                    f"trainer.max_tokens_per_micro_batch is {max_tokens} (data-parallel size {dp})",
+                    f"trainer.max_tokens_per_micro_batch is {split.max_tokens} (data-parallel size {split.dp})",
                     fix="raise the cap, or lower data.max_prompt_tokens or rollout.sampling.max_response_tokens",
                 )
 
@@ -140,7 +164,7 @@ def _counted(groups: Sequence[Group], positions: range, *, supervised: bool) -> 
     ]
 
 
-def _plan(groups: Sequence[Group], counted: Sequence[SampleRef], *, dp: int, max_tokens: int, skip_flat: bool) -> UpdatePlan:
+def _plan(groups: Sequence[Group], counted: Sequence[SampleRef], *, split: Split, skip_flat: bool) -> UpdatePlan:
     def info(ref: SampleRef) -> SampleInfo:
         return groups[ref.group].samples[ref.sample]
 
@@ -148,28 +172,33 @@ def _plan(groups: Sequence[Group], counted: Sequence[SampleRef], *, dp: int, max
     for ref in counted:
         rewards.setdefault(ref.group, set()).add(info(ref).reward)
     work = [
-        _Item(ref, info(ref).total_tokens)
+        _Item(ref, n := info(ref).total_tokens, n + split.square * n * n)
         for ref in counted
         if info(ref).trainable_tokens > 0 and not (skip_flat and len(rewards[ref.group]) == 1)
     ]
     return UpdatePlan(
-        micro_batches=_pack(work, dp=dp, max_tokens=max_tokens),
-        num_rollouts=len(counted),
+        micro_batches=_pack(work, split),
+        num_rollouts=len({(ref.group, _rollout(ref, info(ref))) for ref in counted}),
         num_tokens=sum(info(ref).trainable_tokens for ref in counted),
     )
 
 
-def _pack(items: Sequence[_Item], *, dp: int, max_tokens: int) -> tuple[tuple[tuple[SampleRef, ...], ...], ...]:
-    """Micro-batches by rank. Of two ways, the one with fewer micro-batches, then with the lighter heaviest rank, is taken."""
+def _rollout(ref: SampleRef, info: SampleInfo) -> tuple[str, int]:
+    """What a sample counts with among the rollouts of its group."""
+    return ("sample", ref.sample) if info.rollout is None else ("rollout", info.rollout)
+
+
+def _pack(items: Sequence[_Item], split: Split) -> tuple[tuple[tuple[SampleRef, ...], ...], ...]:
+    """Micro-batches by rank. Of three ways, the one with fewer micro-batches, then with the least work of the busiest rank.
+
+    Samples go to ranks and then into micro-batches, shared out greedily or by differences; or they go into micro-batches and
+    these to ranks.
+    """
     ordered = sorted(items, key=lambda item: (-item.tokens, item.ref.group, item.ref.sample))
-    shares = _share(ordered, dp)
-    packed = [_fit(share, capacity=max_tokens) for share in shares]
-    most = max(len(bins) for bins in packed)
-    by_rank = [_even_out(share, bins=bins, num_bins=most) for share, bins in zip(shares, packed, strict=True)]
-    bins = _fit(ordered, capacity=max_tokens)
-    at_large = _deal(_even_out(ordered, bins=bins, num_bins=math.ceil(len(bins) / dp) * dp), dp)
-    ranks = min(by_rank, at_large, key=lambda way: (max(map(len, way)), max(sum(map(_tokens, rank)) for rank in way)))
-    rows = max(map(len, ranks))
+    shares = (_share(ordered, split.dp), _differenced(ordered, split.dp, load=lambda item: item.work))
+    ways = [*(_by_rank(share, split) for share in shares), _at_large(ordered, split)]
+    ranks = min(ways, key=lambda way: (max(map(len, way)), max(sum(map(_work, rank)) for rank in way)))
+    rows = _rows(max(map(len, ranks)), split)
     plan = []
     for rank in ranks:
         largest_first = sorted(rank, key=lambda members: -_tokens(members))
@@ -178,26 +207,63 @@ def _pack(items: Sequence[_Item], *, dp: int, max_tokens: int) -> tuple[tuple[tu
     return tuple(plan)
 
 
-def _share(ordered: Sequence[_Item], dp: int) -> list[list[_Item]]:
-    """Each item, longest first, to the rank with the least tokens so far."""
-    shares: list[list[_Item]] = [[] for _ in range(dp)]
-    loads = [(0, rank) for rank in range(dp)]
+def _rows(count: int, split: Split) -> int:
+    """The next number of micro-batches that is a multiple."""
+    return math.ceil(count / split.multiple) * split.multiple
+
+
+def _by_rank(shares: Sequence[list[_Item]], split: Split) -> list[_Bins]:
+    """Micro-batches of each rank's samples, as many as the rank with the most of them needs."""
+    shares = [sorted(share, key=lambda item: (-item.tokens, item.ref.group, item.ref.sample)) for share in shares]
+    packed = [_fit(share, capacity=split.max_tokens) for share in shares]
+    most = _rows(max(len(bins) for bins in packed), split)
+    return [_even_out(share, bins=bins, num_bins=most) for share, bins in zip(shares, packed, strict=True)]
+
+
+def _at_large(ordered: Sequence[_Item], split: Split) -> list[_Bins]:
+    """Micro-batches of all samples, shared out to the ranks whole."""
+    bins = _fit(ordered, capacity=split.max_tokens)
+    rows = _rows(math.ceil(len(bins) / split.dp), split)
+    return _differenced(_even_out(ordered, bins=bins, num_bins=rows * split.dp), split.dp, load=_work)
+
+
+def _share(ordered: Sequence[_Item], dp: int) -> _Bins:
+    """Each item, longest first, to the rank with the least work so far."""
+    shares: _Bins = [[] for _ in range(dp)]
+    loads = [(0.0, rank) for rank in range(dp)]
     for item in ordered:
-        tokens, rank = heapq.heappop(loads)
+        work, rank = heapq.heappop(loads)
         shares[rank].append(item)
-        heapq.heappush(loads, (tokens + item.tokens, rank))
+        heapq.heappush(loads, (work + item.work, rank))
     return shares
 
 
-def _deal(bins: list[list[_Item]], dp: int) -> list[list[list[_Item]]]:
-    """Whole bins to ranks, `dp` of like size at a time, the largest to the rank with the least tokens so far."""
-    bins = sorted(bins, key=lambda members: -_tokens(members))
-    ranks: list[list[list[_Item]]] = [[] for _ in range(dp)]
-    for first in range(0, len(bins), dp):
-        by_load = sorted(ranks, key=lambda rank: sum(map(_tokens, rank)))
-        for rank, members in zip(by_load, bins[first : first + dp], strict=False):
-            rank.append(members)
-    return ranks
+def _differenced(things: Sequence[T], ways: int, *, load: Callable[[T], float]) -> list[list[T]]:
+    """`ways` shares of equally many things (or one fewer) whose loads are even.
+
+    The differencing method of Karmarkar and Karp (1982) in its balanced form (Michiels, Korst and Aarts 2003, Electronic Notes
+    in Discrete Mathematics 15): things are taken `ways` at a time by decreasing load; then the two partial solutions with the
+    largest spreads become one, the lightest share of either beside the heaviest of the other, until one is left.
+    """
+    ordered = sorted(things, key=lambda thing: -load(thing))
+    count = itertools.count()
+    heap: list[tuple[float, int, list[tuple[float, list[T]]]]] = []
+
+    def push(shares: list[tuple[float, list[T]]]) -> None:
+        shares.sort(key=lambda share: -share[0])
+        heapq.heappush(heap, (shares[-1][0] - shares[0][0], next(count), shares))
+
+    for first in range(0, max(len(ordered), 1), ways):
+        some = [(load(thing), [thing]) for thing in ordered[first : first + ways]]
+        push(some + [(0.0, [])] * (ways - len(some)))
+    while len(heap) > 1:
+        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        push([(a + b, left + right) for (a, left), (b, right) in zip(one, reversed(other), strict=True)])
+    return [members for _, members in heap[0][2]]
+
+
+def _work(members: Sequence[_Item]) -> float:
+    return sum(item.work for item in members)
 
 
 def _tokens(members: Sequence[_Item]) -> int:

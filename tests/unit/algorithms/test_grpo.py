@@ -1,4 +1,4 @@
-"""Advantages, ratio and loss of GRPO, by hand."""
+"""Ratio, clip, weights and metrics of the clipped loss, by hand."""
 
 from __future__ import annotations
 
@@ -7,42 +7,11 @@ import math
 import pytest
 import torch
 
-from vime.algorithms.base import TokenBatch, bounded_ratio, masked_sum, token_weights
-from vime.algorithms.grpo import Grpo, clipped_loss, group_advantages
-from vime.config.schema import GrpoSection
-
-
-def advantages(rewards, *, normalize_std=True):
-    group = torch.tensor(rewards, dtype=torch.float64)
-    return group_advantages(group, group.expand(len(rewards), -1), normalize_std=normalize_std)
-
-
-def batch(log_probs, old, adv, mask=None, weights=None, entropy=None):
-    n = len(log_probs)
-    tensor = torch.as_tensor
-    return TokenBatch(
-        log_probs=tensor(log_probs),
-        entropy=tensor(entropy if entropy is not None else [0.0] * n),
-        old_log_probs=tensor(old),
-        rollout_log_probs=tensor(old),
-        advantages=tensor(adv),
-        mask=tensor(mask if mask is not None else [True] * n),
-        weights=tensor(weights if weights is not None else [1.0] * n),
-    )
-
-
-@pytest.mark.parametrize("rewards", [[0.1] * 8, [0.7] * 12, [1.0], [0.0, 0.0], [0.3, 0.1 + 0.2]])
-def test_equal_rewards_and_single_samples_have_no_advantage_at_all(rewards):
-    assert advantages(rewards).tolist() == [0.0] * len(rewards)
-
-
-def test_advantages_use_the_unbiased_deviation():
-    assert advantages([0.0, 0.0, 0.0, 1.0]).tolist() == pytest.approx([-0.5, -0.5, -0.5, 1.5])
-    assert advantages([0.0, 0.0, 0.0, 1.0], normalize_std=False).tolist() == pytest.approx([-0.25, -0.25, -0.25, 0.75])
-
-
-def test_a_nan_reward_stays_visible():
-    assert all(math.isnan(x) for x in advantages([0.0, float("nan"), 1.0]).tolist())
+from vime.algorithms.base import bounded_ratio, masked_max, masked_sum, token_weights
+from vime.algorithms.batch import advantage_batch
+from vime.algorithms.grpo import Grpo
+from vime.algorithms.losses import clipped_loss
+from vime.config.algorithms import GrpoSection, OverlongSection
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,55 +48,84 @@ def test_the_clip_is_asymmetric_and_pessimistic(ratio, advantage, expected, clip
     assert binds.item() is clipped
 
 
-def test_gradient_matches_finite_differences():
-    old, adv = [-1.0, -2.0, -0.5], [1.0, -0.5, 2.0]
-    algorithm = Grpo(GrpoSection(entropy_coef=0.1))
-
-    def loss(log_probs):
-        made = batch(log_probs, torch.tensor(old, dtype=torch.float64), torch.tensor(adv, dtype=torch.float64))
-        doubles = torch.ones(3, dtype=torch.float64)
-        entropy = (log_probs * log_probs).clone()
-        return algorithm.loss(TokenBatch(**{**vars(made), "weights": doubles, "entropy": entropy})).loss
-
-    x = torch.tensor([-1.1, -2.05, -0.6], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(loss, (x,), eps=1e-6)
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "expected"),
+    [(10.0, -1.0, 3.0, 3.0), (10.0, -1.0, None, 10.0), (1.5, 1.0, 3.0, -1.2), (2.0, -1.0, 3.0, 2.0)],
+)
+def test_the_second_clip_stops_losses_of_negative_advantages(batch_of, ratio, advantage, dual_clip, expected):
+    """Through the algorithm, so that the setting is known to arrive."""
+    sums = Grpo(GrpoSection(dual_clip=dual_clip)).loss(batch_of([math.log(ratio)], [0.0], [advantage]))
+    assert sums.loss.item() == pytest.approx(expected)
+    assert sums.token_sums["pg_clipfrac"].item() == (expected != -ratio * advantage)
 
 
-def test_invalid_values_under_the_mask_reach_neither_loss_nor_gradient():
-    nan = float("nan")
-    log_probs = torch.tensor([-1.0, nan, -3.0], requires_grad=True)
-    sums = Grpo(GrpoSection(entropy_coef=0.5)).loss(
-        batch(log_probs, [-1.0, nan, -3.0], [1.0, nan, 2.0], [True, False, True], [1.0, nan, 1.0], [0.5, nan, 0.5])
+def test_every_token_gets_its_samples_advantage(sample_of, ranks):
+    samples = [sample_of(2, reward=1.0), sample_of(3, reward=0.0, loss_mask=(1, 0, 1))]
+    (found,) = ranks([samples], Grpo(GrpoSection()).advantages)
+    half = 0.5**0.5
+    assert found.tolist() == pytest.approx([half, half, -half, 0.0, -half])
+    assert found.dtype == torch.float32
+
+
+def test_a_scalar_goes_to_each_steps_own_mask(sample_of, ranks):
+    """Two steps of one trajectory, masks [1, 1, 0, 0] and [0, 0, 1, 1], advantage 0.5: none of the first is lost."""
+    steps = [sample_of(4, loss_mask=mask) for mask in ((1, 1, 0, 0), (0, 0, 1, 1))]
+    (found,) = ranks([steps], Grpo(GrpoSection(normalize_std=False)).advantages)
+    assert found.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.5, 0.5]
+
+
+def test_the_length_penalty_reaches_the_advantage(sample_of, ranks):
+    section = GrpoSection(normalize_std=False, overlong=OverlongSection(max_tokens=4, buffer_tokens=2))
+    samples = [sample_of(n, reward=1.0, group=(1.0, 1.0), group_lengths=(2, 4)) for n in (2, 4)]
+    (found,) = ranks([samples], Grpo(section).advantages)
+    assert found.tolist() == [0.5, 0.5, -0.5, -0.5, -0.5, -0.5]
+
+
+def test_advantages_are_paired_with_their_own_samples(sample_of, ranks):
+    """Rewards 1, 0, 0, 1 dealt to ranks as (0, 2) and (1, 3): each rank sees its own, compared with all four."""
+    group = (1.0, 0.0, 0.0, 1.0)
+    samples = [sample_of(1, reward=reward, group=group) for reward in group]
+    found = ranks([samples[0::2], samples[1::2]], Grpo(GrpoSection(normalize_std=False)).advantages)
+    assert [rows.tolist() for rows in found] == [[0.5, -0.5], [-0.5, 0.5]]
+
+
+def test_inputs_are_left_as_they_were(batch_of, sample_of):
+    made = batch_of([-1.0, -2.0], [-1.5, -1.5], [1.0, -1.0])
+    samples = advantage_batch([sample_of(2), sample_of(1)])
+    for batch, work in (
+        (made, Grpo(GrpoSection(entropy_coef=0.1)).loss),
+        (samples, lambda b: Grpo(GrpoSection()).advantages(b, None)),
+    ):
+        before = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        work(batch)
+        assert all(torch.equal(before[name], vars(batch)[name]) or before[name].isnan().any() for name in before)
+
+
+def test_metrics_by_hand(batch_of):
+    sums = Grpo(GrpoSection()).loss(
+        batch_of([-1.0, -2.0], [-1.1, -1.0], [1.0, 1.0], policy_log_probs=[-1.0, -2.0], entropy=[0.4, 0.2])
     )
-    sums.loss.backward()
-    assert sums.loss.item() == pytest.approx(-3.0 - 0.5 * 1.0)
-    assert log_probs.grad.tolist() == [-1.0, 0.0, -2.0]
-    assert sums.tokens.item() == 2
-    assert sums.token_sums["entropy_loss"].item() == pytest.approx(1.0)
+    found = {name: value.item() for name, value in sums.token_sums.items()}
+    assert found["ppo_kl"] == pytest.approx(-0.1 + 1.0)
+    assert found["ois"] == pytest.approx(math.exp(0.1) + math.exp(-1.0))
+    assert found["train_rollout_logprob_abs_diff"] == pytest.approx(1.1)
+    assert sums.token_maxima["train_rollout_logprob_abs_diff_max"].item() == pytest.approx(1.0)
+    assert found["entropy_loss"] == pytest.approx(0.6)
+    assert found["pg_clipfrac"] == 0.0
+    assert found["rollout/advantages"] == 2.0
+    assert found["rollout/log_probs"] == -3.0
+    assert found["rollout/rollout_log_probs"] == pytest.approx(-2.1)
 
 
-def test_masked_sum_selects():
+def test_masked_sum_and_maximum_select():
     values = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True)
-    total = masked_sum(values, torch.tensor([True, False, True]))
+    mask = torch.tensor([True, False, True])
+    total = masked_sum(values, mask)
     total.backward()
     assert total.item() == 4.0
     assert values.grad.tolist() == [1.0, 0.0, 1.0]
-
-
-def test_inputs_are_left_as_they_were():
-    made = batch([-1.0, -2.0], [-1.5, -1.5], [1.0, -1.0])
-    before = {name: value.clone() for name, value in vars(made).items()}
-    Grpo(GrpoSection(entropy_coef=0.1)).loss(made)
-    assert all(torch.equal(before[name], value) for name, value in vars(made).items())
-
-
-def test_metrics_by_hand():
-    sums = Grpo(GrpoSection()).loss(batch([-1.0, -2.0], [-1.1, -1.0], [1.0, 1.0], entropy=[0.4, 0.2]))
-    assert sums.token_sums["ppo_kl"].item() == pytest.approx(-0.1 + 1.0, rel=1e-5)
-    assert sums.token_sums["train_rollout_logprob_abs_diff"].item() == pytest.approx(1.1, rel=1e-5)
-    assert sums.token_maxima["train_rollout_logprob_abs_diff_max"].item() == pytest.approx(1.0)
-    assert sums.token_sums["entropy_loss"].item() == pytest.approx(0.6)
-    assert sums.token_sums["pg_clipfrac"].item() == 0.0
+    assert masked_max(values, mask).item() == 3.0
+    assert masked_max(torch.zeros(0), torch.zeros(0, dtype=torch.bool)).item() == 0.0
 
 
 def test_weights_average_token_means_over_rollouts_or_all_tokens():
@@ -138,19 +136,10 @@ def test_weights_average_token_means_over_rollouts_or_all_tokens():
     assert by_token.tolist() == pytest.approx([1 / 6] * 7)
 
 
-def test_a_short_and_a_long_sample_are_weighted_by_tokens_not_by_micro_batch():
-    """One token of loss 1 and nine of loss 0, apart or together, are a mean of 0.1."""
-    total = 0.0
-    for loss, length in ((1.0, 1), (0.0, 9)):
-        mask = torch.ones(length, dtype=torch.bool)
-        weights = token_weights(mask, torch.tensor([length]), loss_mean="token", num_rollouts=2, num_tokens=10)
-        total += masked_sum(torch.full((length,), loss), mask, weights).item()
-    assert total == pytest.approx(0.1)
-
-
-def test_a_sample_without_trained_tokens_adds_nothing():
-    mask = torch.zeros(3, dtype=torch.bool)
-    weights = token_weights(mask, torch.tensor([3]), loss_mean="rollout", num_rollouts=1, num_tokens=0)
-    sums = Grpo(GrpoSection()).loss(batch([-1.0] * 3, [-2.0] * 3, [1.0] * 3, mask, weights))
-    assert sums.loss.item() == 0.0
-    assert sums.tokens.item() == 0
+def test_samples_of_one_rollout_share_its_denominator():
+    """A rollout of six trained tokens in two samples, and a rollout of one sample: each rollout weighs one half."""
+    mask, lengths = torch.ones(8, dtype=torch.bool), torch.tensor([4, 2, 2])
+    weights = token_weights(
+        mask, lengths, loss_mean="rollout", num_rollouts=2, num_tokens=8, rollout_tokens=torch.tensor([6, 6, 0])
+    )
+    assert weights.tolist() == pytest.approx([1 / 12] * 6 + [1 / 4] * 2)

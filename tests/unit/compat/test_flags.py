@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vime.compat import flag_table
+from vime.compat import algorithm_flags, flag_table
 from vime.compat.flags import config_from_flags, known_flags
 from vime.config.load import load_config
 from vime.config.schema import Config
@@ -177,10 +177,10 @@ def test_the_models_shape_is_accepted_and_not_used() -> None:
         ("--multimodal-keys x", "text models only"),
         ("--load x", "--resume"),
         ("--ref-load x", "--hf-checkpoint"),
-        ("--use-tis", "correction"),
+        ("--use-opd", "kind: distill"),
         ("--vllm-config x", "--topology"),
-        ("--advantage-estimator ppo", "use one of grpo"),
-        ("--kl-coef 0.1", "no reference model"),
+        ("--advantage-estimator trpo", "use one of grpo"),
+        ("--loss-type value_loss", "use one of policy_loss"),
         ("--optimizer sgd", "AdamW"),
         ("--update-weights-interval 2", "max_staleness"),
     ],
@@ -191,14 +191,23 @@ def test_what_vime_lacks_says_what_to_do_instead(words: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--kl-coef 0.00", "--use-kl-loss --kl-loss-coef 0", "--optimizer adam", "--n-samples-per-eval-prompt 1"]
+    "words",
+    [
+        "--kl-coef 0.00",
+        "--use-kl-loss --kl-loss-coef 0 --kl-loss-type low_var_kl",
+        "--num-critic-only-steps 0",
+        "--loss-type policy_loss",
+        "--get-mismatch-metrics",
+        "--optimizer adam",
+        "--n-samples-per-eval-prompt 1",
+    ],
 )
 def test_what_is_off_or_already_so_is_accepted(words: str) -> None:
     assert values(words) == {}
 
 
 def test_everything_wrong_is_reported_at_once() -> None:
-    assert len(errors("--load x --nonsense 1 --lr --seed 1 --rollout-seed 2 --kl-coef 1")) == 5
+    assert len(errors("--load x --nonsense 1 --lr --seed 1 --rollout-seed 2 --tis-clip 1")) == 5
 
 
 # ---- flags that belong together
@@ -218,6 +227,61 @@ def test_samples_of_an_optimizer_step() -> None:
 
 def test_one_clip_bound_is_used_on_both_sides() -> None:
     assert values("--eps-clip 0.1")["algorithm"] == {"clip_low": "0.1", "clip_high": "0.1"}
+
+
+@pytest.mark.parametrize("name", flag_table.ESTIMATORS)
+def test_estimators_are_kinds(name: str) -> None:
+    assert config(f"--loss-type policy_loss --advantage-estimator {name}").algorithm.kind == name
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--kl-coef 0.1", {"coef": "0.1", "use": "reward", "estimator": "k1"}),
+        (
+            "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl",
+            {"coef": "0.001", "use": "loss", "estimator": "low_var"},
+        ),
+        (
+            "--use-kl-loss --kl-loss-coef 0.001 --use-unbiased-kl",
+            {"coef": "0.001", "use": "loss", "estimator": "k1", "unbiased": True},
+        ),
+    ],
+)
+def test_a_divergence_is_in_the_reward_or_in_the_loss(words: str, expected: dict[str, Any]) -> None:
+    assert values(words) == {"algorithm": {"kl": expected}}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--kl-loss-coef 0.1", "no effect without --use-kl-loss"),
+        ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "keep one of --kl-coef and --kl-loss-coef"),
+        ("--kl-coef 0.1 --kl-loss-type k9", "use one of k1, k2, k3, low_var_kl"),
+        ("--tis-clip 2", "no effect without --use-tis"),
+        ("--opsm-delta 2", "no effect without --use-opsm"),
+        ("--use-tis --use-rollout-logprobs", "contradicts"),
+        ("--loss-type custom_loss", "give --custom-loss-function-path"),
+    ],
+)
+def test_halves_of_a_setting_are_refused(words: str, text: str) -> None:
+    assert any(text in found for found in errors(words))
+
+
+def test_corrections_and_functions_arrive_in_the_run() -> None:
+    made = config("--use-tis --tis-clip 3 --tis-clip-low 0.5 --use-opsm --eps-clip-c 3 --normalize-advantages").algorithm
+    assert (made.old_log_probs, made.dual_clip, made.whiten) == ("recompute", 3.0, True)
+    correction = made.correction
+    assert (correction.level, correction.low, correction.high, correction.opsm_delta) == ("token", 0.5, 3.0, 1e-4)
+    made = config("--use-tis --custom-tis-function-path a.b --custom-advantage-function-path c.d").algorithm
+    assert (made.correction.level, made.correction.function, made.advantage_function) == (None, "a.b", "c.d")
+    made = config("--loss-type custom_loss --custom-loss-function-path e.f").algorithm
+    assert made.loss_function == "e.f"
+
+
+def test_flags_of_the_critic() -> None:
+    made = config("--advantage-estimator ppo --gamma 0.9 --lambd 0.8 --value-clip 0.3 --num-critic-only-steps 5").algorithm
+    assert (made.gamma, made.lam, made.critic.value_clip, made.critic.warmup_steps) == (0.9, 0.8, 0.3, 5)
 
 
 def test_evaluation_sets() -> None:
@@ -287,5 +351,5 @@ def test_no_flag_is_in_two_tables() -> None:
     refused = set(flag_table.REFUSED)
     assert refused & set(known_flags()) == set()
     parts = [flag_table.FLAGS, flag_table.COMBINED, flag_table.CLUSTER, flag_table.NOTHING_TO_DO, flag_table.SHAPE]
-    parts += [flag_table.ONLY_VALUES, flag_table.ZERO_ONLY]
+    parts += [flag_table.ONLY_VALUES, algorithm_flags.ALGORITHM]
     assert len(known_flags()) == sum(map(len, parts))

@@ -27,7 +27,8 @@ def test_given_values_are_listed_with_their_origin() -> None:
 
 
 def test_the_schema_knows_its_own_structure() -> None:
-    assert path_fields(Config) == (("run", "dir"), ("model", "path"), ("data", "path"), ("evaluation", "sets", "*", "path"))
+    models = [("model", key) for key in ("path", "reference", "teacher", "critic")]
+    assert path_fields(Config) == (("run", "dir"), *models, ("data", "path"), ("evaluation", "sets", "*", "path"))
     assert homes_of(Config, "temperature") == ["evaluation.sets.*.sampling", "rollout.sampling"]
     assert fields_at(Config, ("algorithm", "sft")) == ["digits_apart", "kind", "loss_mean"]
     assert "clip_low" in fields_at(Config, ("algorithm", "grpo"))

@@ -133,7 +133,8 @@ def test_a_union_of_types_gives_one_message(load: Load) -> None:
 def test_an_algorithm_is_named_or_grpo(load: Load) -> None:
     assert load("algorithm: {clip_low: 0.1}\n").config.algorithm.kind == "grpo"
     assert messages(load, "algorithm: {kind: grop}\n") == [
-        "run.yaml:5: `algorithm`: expected `kind` to be one of 'grpo', 'sft', got 'grop' | did you mean `grpo`?"
+        "run.yaml:5: `algorithm`: expected `kind` to be one of 'grpo', 'gspo', 'cispo', 'ppo', 'reinforce_plus_plus', "
+        "'reinforce_plus_plus_baseline', 'rloo', 'distill', 'sft', got 'grop' | did you mean `grpo`?"
     ]
 
 
@@ -320,3 +321,27 @@ def test_the_resolved_file_loads_to_itself(load: Load, tmp_path: Path) -> None:
     again.write_text(dump_resolved(config))
     assert load_config(again).config == config
     assert dump_resolved(load_config(again).config) == dump_resolved(config)
+
+
+# ---- models of further training roles
+
+
+def test_distillation_needs_a_teacher_of_its_own(load: Load) -> None:
+    found = messages(load, "algorithm: {kind: distill}\n")
+    assert found == [
+        "run.yaml:2: `model.teacher` is missing: algorithm.kind distill learns from another model than its own"
+        " | set model.teacher to a Hugging Face folder with the same vocabulary"
+    ]
+    assert load("algorithm: {kind: distill}\n", "model.teacher=big").config.model.teacher is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "algorithm"),
+    [("reference", "{kl: {coef: 0.1}}"), ("critic", "{kind: ppo}"), ("teacher", "{kind: distill}")],
+)
+def test_a_model_that_no_role_holds_has_no_effect(load: Load, key: str, algorithm: str) -> None:
+    base = MINIMAL.replace("path: model", f"path: model, {key}: other")
+    used = load(f"algorithm: {algorithm}\n", base=base)
+    assert [w for w in used.warnings if f"model.{key}" in str(w)] == []
+    (unused,) = [str(w) for w in load(base=base).warnings if f"model.{key}" in str(w)]
+    assert f"`model.{key}` has no effect: the algorithm does not use this model" in unused

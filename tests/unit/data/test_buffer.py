@@ -28,7 +28,9 @@ class Bench:
         epochs: int | None = None,
     ) -> None:
         self.source = PromptSource(6, identity="A", seed=0, shuffle=False, epochs=epochs)
+        self.stale: list[int] = []
         self.buffer = Buffer(self.source, batch_size=batch_size, max_staleness=bound, order=order, partial_last=partial)
+        self.buffer.watch_stale(self.stale.append)
         self.room = self.buffer.room()
         self.prompts: dict[int, PromptId] = {}
 
@@ -259,6 +261,7 @@ def test_a_group_that_is_too_old_goes_back_as_a_prompt_and_is_counted(order: Ord
         bench.advance(1)
         assert await bench.ready(2) is None
         assert bench.buffer.counters == {"returned_stale": 2, "dropped_by_filter": 0, "regenerated": 0}
+        assert bench.stale == [2]
         assert await bench.start(9) == [2, 3, 4, 5]
         assert bench.prompts[2].attempt == 0
         await bench.finish(2, 3, version=1)

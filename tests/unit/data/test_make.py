@@ -15,7 +15,7 @@ from vime.config.schema import DataSection
 from vime.data.make import Part, make_prompt_files, make_start_model, parse_split, part_sizes
 from vime.data.prompts import read_prompts
 from vime.data.templates import encode_label, load_tokenizer
-from vime.data.tiny_model import Qwen3Shape
+from vime.data.tiny_model import TinyShape
 from vime.errors import DataError
 from vime.rewards.reasoning_gym import grade
 from vime.rewards.values import GradeJob
@@ -126,7 +126,7 @@ def test_the_start_model_reads_its_prompts_in_few_tokens(tmp_path: Path, capsys:
 def test_the_start_model_is_the_same_every_time(tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "what is 12 and 3?"}\n{"prompt": "what is 4 and 56?"}\n')
-    shape = Qwen3Shape(vocab_size=300, layers=1)
+    shape = TinyShape(vocab_size=300, layers=1)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_start_model(tmp_path / name, prompts, shape, seed=seed)
     names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")

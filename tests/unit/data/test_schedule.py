@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -274,3 +275,13 @@ def test_any_batch_is_packed_whole_within_the_cap_and_evenly(lengths: list[list[
     assert fewest <= len(loads[0]) <= math.ceil((2 * total / cap + 1) / dp)
     assert max(map(sum, loads)) - min(map(sum, loads)) <= max(max(rank) for rank in loads)
     assert all(micro == sorted(micro, reverse=True) for rank in sizes(update, groups) for micro in rank)
+
+
+def test_samples_of_one_rollout_are_one_in_the_denominator() -> None:
+    """Three samples of rollout 1 in one group, the same number in another group, and a sample that is a whole rollout."""
+    fanned, other = group([3, 4, 5, 6]), group([3, 3], number=1)
+    fanned = replace(fanned, samples=(*(replace(info, rollout=1) for info in fanned.samples[:3]), fanned.samples[3]))
+    other = replace(other, samples=tuple(replace(info, rollout=1) for info in other.samples))
+    (update,) = plan([fanned, other], dp=2)
+    assert update.num_rollouts == 3
+    assert len(refs(update)) == 6
