@@ -1,4 +1,4 @@
-"""slime-style entry point for training one step behind sampling: `train.py` with `max_staleness` 1 unless a flag says more."""
+"""slime-style entry point for training one step behind sampling: `train.py` with `max_staleness` 1."""
 
 import sys
 

@@ -14,9 +14,11 @@ from vime.cluster.trainer_role import StepRules
 from vime.config.algorithms import PpoSection, SftSection, skips_flat_groups
 from vime.config.schema import Config
 from vime.facts.memory import Tag
+from vime.facts.model import ModelShape
 from vime.facts.process import Factory
 from vime.memory.residency import TRAINER_TAGS
 from vime.observe import layout
+from vime.planning.decode import attention_share
 from vime.planning.plan import Plan, Task, TrainerPlan, TransportPlan, pool_of
 from vime.rollout.engine import EngineSpec
 from vime.rollout.ports import LOOPBACK
@@ -232,8 +234,8 @@ def transfer_setup(config: Config, plan: Plan, *, run_id: str, host: str = LOOPB
     )
 
 
-def step_rules(config: Config) -> StepRules:
-    """How a batch becomes optimizer steps."""
+def step_rules(config: Config, model: ModelShape) -> StepRules:
+    """How a batch of a model's samples becomes optimizer steps."""
     section = config.algorithm
     return StepRules(
         max_tokens=config.trainer.max_tokens_per_micro_batch,
@@ -242,4 +244,5 @@ def step_rules(config: Config) -> StepRules:
         supervised=isinstance(section, SftSection),
         timeout_s=config.trainer.step_timeout_s,
         critic_warmup_steps=section.critic.warmup_steps if isinstance(section, PpoSection) else 0,
+        square=attention_share(model),
     )

@@ -264,7 +264,7 @@ class Roles:
         """The roles as the loop takes them."""
         trainer = MegatronTrainer(
             self.team,
-            setups.step_rules(self.system.config),
+            setups.step_rules(self.system.config, self.system.plan.model),
             incarnation=self.system.start.incarnation,
             on_event=self.system.recorder.event,
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from vime.cluster.payload import Scored, holders, rank_work
 from vime.cluster.team import Member, Team
-from vime.data.schedule import plan_updates
+from vime.data.schedule import Split, plan_updates
 from vime.facts.memory import Tag
 from vime.facts.process import Parallel
 from vime.memory.residency import TRAINER_TAGS
@@ -22,7 +22,10 @@ SCORES: Mapping[Task, str] = {"reference": "ref_log_probs", "teacher": "teacher_
 
 @dataclass(frozen=True)
 class StepRules:
-    """How a batch becomes optimizer steps. In the first `critic_warmup_steps` steps of a run only the critic trains."""
+    """How a batch becomes optimizer steps. In the first `critic_warmup_steps` steps of a run only the critic trains.
+
+    `square` is that of `vime.data.schedule.Split`.
+    """
 
     max_tokens: int
     updates_per_step: int
@@ -30,6 +33,7 @@ class StepRules:
     supervised: bool
     timeout_s: float
     critic_warmup_steps: int = 0
+    square: float = 0.0
 
 
 class MegatronTrainer:
@@ -69,11 +73,11 @@ class _Step:
     def plans(self, member: Member) -> tuple[UpdatePlan, ...]:
         """How a role splits the batch over its data-parallel ranks. Roles of one layout split it alike."""
         layout = member.parallel
+        multiple = layout.pp if layout.vpp > 1 else 1
         if layout not in self._plans:
             self._plans[layout] = plan_updates(
                 self._batch.groups,
-                dp=layout.dp,
-                max_tokens=self._rules.max_tokens,
+                split=Split(layout.dp, self._rules.max_tokens, multiple, self._rules.square),
                 updates_per_step=self._rules.updates_per_step,
                 skip_flat=self._rules.skip_flat,
                 supervised=self._rules.supervised,

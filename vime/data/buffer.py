@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -143,6 +143,7 @@ class Buffer:
         self._training: dict[int, tuple[PromptId, ...]] = {}
         self._journal: dict[int, Batch] = {}
         self._returned_stale = 0
+        self._on_stale: Callable[[int], None] = lambda _: None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []
         source.watch(self._on_source_change)
@@ -166,6 +167,10 @@ class Buffer:
     def counters(self) -> Mapping[str, int]:
         """`returned_stale`, `dropped_by_filter`, `regenerated`: groups over the whole run, restarts included."""
         return {RETURNED_STALE: self._returned_stale, **self._source.counters}
+
+    def watch_stale(self, listener: Callable[[int], None]) -> None:
+        """Tell `listener` how many groups go back because they are too old, when they do. One listener: the run's metrics."""
+        self._on_stale = listener
 
     def room(self) -> BufferRoom:
         return BufferRoom(self)
@@ -332,6 +337,7 @@ class Buffer:
             del self._ready[prompt.group]
         self._returned_stale += len(stale)
         if stale:
+            self._on_stale(len(stale))
             self._source.give_back(stale, regenerate=False)
 
     def _on_source_change(self) -> None:

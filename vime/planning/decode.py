@@ -92,6 +92,12 @@ def weighed_parameters(model: ModelShape, expert_share: float) -> float:
     return dense_parameters(model) + chosen_parameters(model) / expert_share
 
 
+def attention_share(model: ModelShape) -> float:
+    """A square: a sequence of n tokens takes the work of n + square n^2 tokens without attention, by operations counted."""
+    attention = model.layers * model.heads * (model.head_dim + model.value_dim)
+    return attention / (2 * weighed_parameters(model, 1.0))
+
+
 def prefill_seconds(engine: Engine, sequences: float, lengths: Lengths) -> float:
     """2 FLOP a parameter and token, the head left out; causal attention 2 x layers x query width x length^2 a prompt."""
     model = engine.model

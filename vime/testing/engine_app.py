@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vime.weights.gate import App, Message, Receive, Scope, Send
+from vime.weights.asgi import App, Message, Receive, Scope, Send
 
 
 @dataclass

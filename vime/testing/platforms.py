@@ -61,6 +61,7 @@ class FakePlatform:
     )
     sleep: EngineSleep = field(default_factory=lambda: EngineSleep(1, {Tag.ENGINE_WEIGHTS: FREED, Tag.KV: FREED}))
     rules: Mapping[str, EnvValue] = field(default_factory=dict)
+    domain_ranks: int | None = None
     engine_args: Mapping[str, object] = field(default_factory=dict)
     offers: tuple[tuple[str, float | None, tuple[Side, ...]], ...] = (
         ("device_ipc", 0.01, (Side.TRAINER, Side.ENGINE)),
@@ -121,7 +122,7 @@ class FakePlatform:
 
     def collective(self, request: RoleRequest, group: GroupRequest) -> CollectiveSpec:
         self.calls.append("collective")
-        return CollectiveSpec("gloo", 60.0, ("sum",))
+        return CollectiveSpec("gloo", 60.0, ("sum",), domain_ranks=self.domain_ranks)
 
     def memory_backend(self, request: RoleRequest) -> MemoryBackend | NullMemory:
         self.calls.append("memory_backend")
@@ -138,7 +139,8 @@ class FakePlatform:
     def _offer(self, protocol: str, seconds_per_gib: float | None, edge: Edge, side: Side) -> TransportOffer:
         needs = ()
         if protocol == "device_ipc":
-            needs = (Precondition(edge.relation is Relation.SAME_DEVICE, "trainer and engine must be on the same devices"),)
+            shared = edge.relation is Relation.SAME_DEVICE and edge.rank_beside_engines
+            needs = (Precondition(shared, "trainer and engine must be on the same devices, each engine on one host"),)
         rate = None if seconds_per_gib is None else GIB / seconds_per_gib
         return TransportOffer(protocol, side, _NOTHING, TransferCost(rate, provenance="spec"), preconditions=needs)
 

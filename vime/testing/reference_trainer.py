@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from vime.weights.hosts import ANYWHERE
 from vime.weights.manifest import build_manifest
 from vime.weights.merge import merge_stage_info
 
@@ -29,6 +30,7 @@ class ReferenceTrainer:
         self.manifest = build_manifest((name, "float32", p.shape) for name, p in self.weights.items())
         self.half = half_for(self.manifest)
         self.streams = self.half.streams
+        self.by_host = False
         self.after_stage: Callable[[], None] | None = None
         self.before_keep: Callable[[], None] | None = None
         self._rank = ThreadPoolExecutor(1)
@@ -43,8 +45,8 @@ class ReferenceTrainer:
         for param in self.weights.values():
             param.mul_(1 + 0.05 * torch.randn(param.shape, generator=self._generator))
 
-    async def init_info(self, receivers: int) -> Any:
-        return self.half.init_info(receivers)
+    async def init_info(self, receivers: Mapping[str, int]) -> Any:
+        return {ANYWHERE: self.half.init_info(sum(receivers.values()))}
 
     async def connect(self) -> None:
         await self._ask(self.half.connect)

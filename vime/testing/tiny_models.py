@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
-from vime.data.tiny_model import Qwen3Shape, byte_tokenizer, save_qwen3, save_tokenizer
+from vime.data.tiny_model import TinyShape, byte_tokenizer, save_tiny, save_tokenizer
 from vime.errors import DataError
 
 
-class Qwen3Sizes(TypedDict, total=False):
-    """See `vime.data.tiny_model.Qwen3Shape`; what is left out keeps the value there."""
+class TinySizes(TypedDict, total=False):
+    """See `vime.data.tiny_model.TinyShape`; what is left out keeps the value there."""
 
     vocab_size: int
     hidden: int
@@ -25,19 +25,44 @@ class Qwen3Sizes(TypedDict, total=False):
     experts_per_token: int
 
 
-def make_tiny_qwen3(directory: str | Path, *, seed: int = 0, tied: bool = True, **sizes: Unpack[Qwen3Sizes]) -> Path:
-    """Write a random float32 Qwen3 with a byte-level tokenizer of 260 entries, and return its folder.
+class FamilySizes(TinySizes, total=False):
+    """Also what only some families read."""
+
+    tied: bool
+    shared_experts: int
+    dense_layers: int
+    frozen_layers: int
+    groups: int
+    qk_norm: bool
+    kv_rank: int
+    q_rank: int
+    rotary_factor: float
+
+
+_MIXTURE: FamilySizes = {"tied": False, "layers": 3, "experts": 8, "experts_per_token": 2, "ffn": 64}
+_CHOSEN: dict[str, FamilySizes] = {
+    "qwen3_moe": {"tied": False, "experts": 8, "experts_per_token": 2, "ffn": 64},
+    "glm4_moe": _MIXTURE,
+    "deepseek_v3": {**_MIXTURE, "groups": 2, "head_dim": 64, "rotary_factor": 4.0},
+    "qwen2": {"hidden": 128},
+    "llama": {"tied": False, "rotary_factor": 8.0},
+}
+
+
+def make_tiny(directory: str | Path, family: str, *, seed: int = 0, **sizes: Unpack[FamilySizes]) -> Path:
+    """Write a random float32 model of a family with a byte-level tokenizer of 260 entries, and return its folder.
 
     Special tokens: `<|pad|>` 0, `<|im_start|>` 1, `<|sep|>` 2, `<|im_end|>` 3 (end of sequence). The vocabulary is
-    padded to 320 unless `vocab_size` says otherwise. The same arguments give the same bytes.
+    padded to 320 unless `vocab_size` says otherwise. The same arguments give the same bytes. Families with experts have 8 of
+    them, glm4_moe and deepseek_v3 in the last 2 of 3 layers and with a layer for multi-token prediction.
 
     Raises:
-        DataError: `vocab_size` is smaller than the tokenizer.
+        DataError: `vocab_size` is smaller than the tokenizer, or there is no such family.
     """
     folder = Path(directory)
     tokenizer = byte_tokenizer()
-    chosen: Qwen3Sizes = {"vocab_size": 320, "init_std": 0.05, **sizes}
-    shape = Qwen3Shape(tied=tied, **chosen)
+    chosen: dict[str, Any] = {"vocab_size": 320, "init_std": 0.05, **_CHOSEN.get(family, {}), **sizes}
+    shape = TinyShape(family=family, **chosen)
     entries = tokenizer.get_vocab_size()
     if shape.vocab_size < entries:
         raise DataError(
@@ -45,11 +70,15 @@ def make_tiny_qwen3(directory: str | Path, *, seed: int = 0, tied: bool = True, 
             fix="use 260 or more",
         )
     save_tokenizer(tokenizer, folder, max_length=shape.max_positions)
-    save_qwen3(folder, shape, seed=seed)
+    save_tiny(folder, shape, seed=seed)
     return folder
 
 
-def make_tiny_qwen3_moe(directory: str | Path, *, seed: int = 0, tied: bool = False, **sizes: Unpack[Qwen3Sizes]) -> Path:
-    """Like `make_tiny_qwen3`, with 2 layers of 8 experts, 2 of them for a token, unless `sizes` say otherwise."""
-    chosen: Qwen3Sizes = {"layers": 2, "experts": 8, "experts_per_token": 2, "ffn": 64, **sizes}
-    return make_tiny_qwen3(directory, seed=seed, tied=tied, **chosen)
+def make_tiny_qwen3(directory: str | Path, *, seed: int = 0, tied: bool = True, **sizes: Unpack[TinySizes]) -> Path:
+    """`make_tiny` of the family qwen3: dense, or with `experts` in every layer."""
+    return make_tiny(directory, "qwen3", seed=seed, tied=tied, **sizes)
+
+
+def make_tiny_qwen3_moe(directory: str | Path, *, seed: int = 0, tied: bool = False, **sizes: Unpack[TinySizes]) -> Path:
+    """`make_tiny` of the family qwen3_moe: 2 layers of 8 experts, 2 of them for a token, unless `sizes` say otherwise."""
+    return make_tiny(directory, "qwen3_moe", seed=seed, tied=tied, **sizes)

@@ -200,7 +200,7 @@ def test_every_role_has_its_own_task_model_and_optimizer(config: Config) -> None
         "ref": ("ref", "reference", Path("ref"), config.trainer.optimizer.lr),
     }
     assert model_folder(config, "teacher") == Path("teacher")
-    assert step_rules(config).critic_warmup_steps == 3
+    assert step_rules(config, plan.model).critic_warmup_steps == 3
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ def test_a_batch_in_numbers() -> None:
         "rollout/raw_reward": 0.5,
         "rollout/staleness/mean": 1.0,
         "rollout/staleness/max": 2,
+        "rollout/staleness/count_0": 1,
+        "rollout/staleness/count_1": 1,
+        "rollout/staleness/count_2": 1,
         "rollout/zero_std/count_0": 1,
         "rollout/zero_std/count_1": 1,
     }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vime.errors import ConfigError, EngineError, Errors
-from vime.facts.engine import NEEDED_ROUTES, RELEASES, TOKEN_ROUTE
+from vime.facts.engine import IN_FLIGHT_ROUTES, NEEDED_ROUTES, RELEASES, TOKEN_ROUTE, VERSION_ROUTE
 from vime.facts.process import Parallel, VllmDefaults
 from vime.rollout import engine
 from vime.rollout.engine import EngineSpec, check_routes, engine_command, engine_env, find_cause, flag, merge_engine_args
@@ -68,6 +68,13 @@ def test_the_command_serves_the_model_on_loopback_with_what_vime_needs() -> None
     assert "--api-key" not in command
 
 
+def test_a_server_that_others_reach_has_a_door_around_its_gate() -> None:
+    command = engine_command(replace(SPEC, host="10.0.0.7"), 4321)
+    assert words(command, "--host") == ["10.0.0.7"]
+    at = [i for i, word in enumerate(command) if word == "--middleware"]
+    assert [command[i + 1] for i in at] == ["vime.weights.gate.Gate", "vime.weights.door.Door"]
+
+
 @pytest.mark.parametrize(
     ("version", "launch", "flagged"),
     [
@@ -94,6 +101,13 @@ def test_a_server_without_a_route_that_vime_calls_is_refused() -> None:
     check_routes([*NEEDED_ROUTES, "/health"], where="engine 3")
     with pytest.raises(EngineError, match=rf"engine 3: this vLLM's server has no route {TOKEN_ROUTE}\n  fix: .*0\.26 or 0\.32"):
         check_routes(sorted(NEEDED_ROUTES - {TOKEN_ROUTE}), where="engine 3")
+
+
+def test_a_server_that_tells_no_versions_is_refused_where_updates_meet_requests() -> None:
+    check_routes([*NEEDED_ROUTES], where="engine 3")
+    check_routes([*NEEDED_ROUTES, *IN_FLIGHT_ROUTES], where="engine 3", in_flight=True)
+    with pytest.raises(EngineError, match=rf"engine 3: .* no route {VERSION_ROUTE}: it .*\n  fix: set weights.update: drain"):
+        check_routes([*NEEDED_ROUTES, *IN_FLIGHT_ROUTES - {VERSION_ROUTE}], where="engine 3", in_flight=True)
 
 
 def test_a_length_given_by_the_user_wins() -> None:

@@ -142,3 +142,34 @@ def test_emptied_live_parameters_are_judged_by_their_twins():
     plan(model, SHAPES, {id(model.qkv.weight): twin}).check(may_skip=never)
     with pytest.raises(WeightSyncError, match="cannot take"):
         plan(model, SHAPES)
+
+
+class Biased(nn.Module):
+    """A bias whose loader finds its part by an attribute, and a parameter that is computed from others."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8))
+        self.bias.output_dim = 0
+        self.bias.weight_loader = self.load
+        self.derived = nn.Parameter(torch.zeros(2))
+
+    def load(self, param, loaded_weight, shard_id):
+        dim = getattr(param, "output_dim", None)
+        part = param.data if dim is None else param.data.narrow(dim, 4 * shard_id, 4)
+        assert part.shape == loaded_weight.shape
+        part.copy_(loaded_weight)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.bias.weight_loader(self.bias, tensor, int(name[-1]))
+
+
+def test_loaders_read_a_parameters_attributes_and_what_is_derived_needs_no_tensor():
+    model = Biased()
+    manifest = build_manifest([("bias.0", "float32", (4,)), ("bias.1", "float32", (4,))])
+    plan = plan_load(model, model.load_weights, manifest, {})
+    with pytest.raises(WeightSyncError, match="no tensor fills 1 of the parameters: derived"):
+        plan.check(may_skip=lambda _name: False)
+    plan.check(may_skip=lambda _name: False, derived={"derived"})
+    assert model.bias.abs().max() == 0

@@ -1,0 +1,95 @@
+"""A rollout worker with real graders, against a server that plays the router."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from vime.config.schema import DataSection, RewardSection, RolloutSection
+from vime.facts.engine import TOKEN_ROUTE, WITHDRAWN_STATUS
+from vime.rollout.worker import Outcome, RolloutWorker, WorkerSetup
+from vime.testing.tiny_models import make_tiny_qwen3
+from vime.types import PolicyVersion, PromptId, VersionSpan
+
+Handler = Callable[[int], web.Response]
+
+
+@asynccontextmanager
+async def worker(folder: Path, handler: Handler) -> AsyncIterator[RolloutWorker]:
+    """Connected to a server whose answers `handler` makes, by the number of the request."""
+    seen = 0
+
+    async def generate(request: web.Request) -> web.Response:
+        nonlocal seen
+        seen += 1
+        return handler(seen)
+
+    model = make_tiny_qwen3(folder / "model", seed=1)
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "label": "2"}) + "\n")
+    setup = WorkerSetup(
+        seed=0,
+        model_path=model,
+        data=DataSection(path=folder / "prompts.jsonl"),
+        rollout=RolloutSection(group_size=2),
+        reward=RewardSection(kind="exact"),
+    )
+    app = web.Application()
+    app.router.add_post(TOKEN_ROUTE, generate)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    made = RolloutWorker(setup)
+    try:
+        await made.start()
+        await made.connect(site.name)
+        yield made
+    finally:
+        await made.close()
+        await runner.cleanup()
+
+
+def answer(*finishes: str, spans: tuple[tuple[str, int, int], ...]) -> web.Response:
+    versions = [{"version": v, "start": start, "end": end} for v, start, end in spans]
+    tokens = {"token_ids": [5, 6, 7], "log_probs": [-0.5, -0.25, -0.125], "weight_versions": versions}
+    return web.json_response({"choices": [{"index": i, "finish_reason": f, **tokens} for i, f in enumerate(finishes)]})
+
+
+async def outcome(made: RolloutWorker) -> Outcome:
+    await made.submit([PromptId(0, 0, 0)])
+    (found,) = await made.finished()
+    return found
+
+
+MIXED = (("0.3", 0, 1), ("0.4", 1, 3))
+
+
+async def test_samples_keep_the_version_of_each_token(tmp_path: Path) -> None:
+    async with worker(tmp_path, lambda _: answer("stop", "length", spans=MIXED)) as made:
+        found = await outcome(made)
+    expected = (VersionSpan(PolicyVersion(0, 3), 0, 1), VersionSpan(PolicyVersion(0, 4), 1, 3))
+    assert [sample.versions for sample in found.samples] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("handler", "reason"),
+    [
+        (lambda _: web.json_response({"error": {"message": "withdrawn"}}, status=WITHDRAWN_STATUS), "answered 410: withdrawn"),
+        (lambda _: answer("stop", "abort", spans=MIXED), "ended from outside"),
+        (lambda _: answer("stop", "stop", spans=MIXED[:1]), "gives versions for"),
+    ],
+    ids=["withdrawn", "partial", "unknown-version"],
+)
+async def test_a_group_that_cannot_be_trained_whole_goes_back(tmp_path: Path, handler: Any, reason: str) -> None:
+    """Neither its tokens nor a reward for them: the prompt is generated anew."""
+    async with worker(tmp_path, handler) as made:
+        found = await outcome(made)
+    assert found.samples == ()
+    assert found.dropped is None
+    assert reason in (found.failure or "")
