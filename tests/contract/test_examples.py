@@ -32,7 +32,7 @@ from vime.testing.tiny_models import make_tiny_qwen3
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("qwen3-4b-gsm8k", "qwen3-30b-a3b-dapo", "glm4.5-air-dapo")
 PARAMETERS = {"qwen3-4b-gsm8k": 4_022_468_096, "qwen3-30b-a3b-dapo": 30_532_122_624, "glm4.5-air-dapo": 106_852_245_504}
-SIXTEEN = str(ROOT / "examples" / "glm4.5-air-dapo" / "gb200x16-colocate.yaml")
+SIXTEEN = "gb200x16-colocate"
 PLANNED = [
     *((name, topology) for name in NAMES[:2] for topology in ("h200x8-colocate", "gb200x8-colocate")),
     ("qwen3-4b-gsm8k", "a100x8-4train-4rollout"),

@@ -17,6 +17,8 @@ from typing import Any
 from vime.weights.transports.exporters import HostExporter
 
 TRACE = "BOARDS_TRACE"
+HOSTS = "BOARDS_ON_HOSTS"
+"""Where this is set, every board is on a host of its own."""
 MASK = "ACME_VISIBLE_DEVICES"
 
 OFFERS = '''"""Half offers of weight transports: device_ipc through the boards' memory."""
@@ -39,9 +41,12 @@ def offers(edge, side):
 
 
 class BoardExporter(HostExporter):
-    """The host's memory under the names of acme devices."""
+    """The host's memory under the names of acme devices, or where hosts are planted under one name that every host has."""
 
     def identity(self) -> str:
+        return "a board" if HOSTS in os.environ else self._board()
+
+    def _board(self) -> str:
         import torch.distributed as dist
 
         own = os.environ[MASK].split(",")
@@ -59,7 +64,17 @@ class BoardExporter(HostExporter):
 
     def _note(self, what: str, path: str) -> None:
         with Path(os.environ[TRACE]).open("a") as file:
-            print(json.dumps([what, self.identity(), path]), file=file)
+            print(json.dumps([what, self._board(), path]), file=file)
+
+
+PLANT = """
+import os
+import vime.weights.hosts
+
+if {hosts!r} in os.environ:
+    vime.weights.hosts.host_identity = lambda: "host of board " + os.environ.get({mask!r}, "")
+"""
+"""At the start of every process, before anything of vime asks: a process is on the host of the boards that it sees."""
 
 
 def install(acme_site: Path, folder: Path) -> Path:
@@ -68,6 +83,7 @@ def install(acme_site: Path, folder: Path) -> Path:
     shutil.copytree(acme_site, site)
     shutil.copy(__file__, site / "acme_accelerator" / "boards.py")
     (site / "acme_accelerator" / "weights.py").write_text(OFFERS)
+    (site / "sitecustomize.py").write_text(PLANT.format(hosts=HOSTS, mask=MASK))
     return site
 
 

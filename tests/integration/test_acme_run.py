@@ -62,7 +62,7 @@ def calls(finished: Path) -> tuple[HookCall, ...]:
 def test_the_plan_chose_the_platforms_own_transport_and_parking(finished: Path) -> None:
     plan: dict[str, Any] = json.loads((finished / "run" / "plan.json").read_text())
     assert plan["transport"]["protocol"] == "acme_link"
-    assert {rejected["protocol"] for rejected in plan["transport"]["rejected"]} == {"disk"}
+    assert {rejected["protocol"] for rejected in plan["transport"]["rejected"]} == {"host_shm", "disk"}
     assert plan["residency"] == "park"
     assert [(pool["platform"], pool["resource"]) for pool in plan["pools"]] == [("acme", "ACME")]
 

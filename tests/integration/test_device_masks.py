@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vime.cluster.launch import Placement, demand, labels, masked_out
+from vime.cluster.placement import Placement, demand, labels, masked_out
 from vime.cluster.session import RaySession
 from vime.facts.bindings import RayBinding
 from vime.facts.inventory import NodeInventory
@@ -67,7 +67,6 @@ async def test_two_roles_on_the_same_devices_get_their_masks(
     session = RaySession(resources=demand(plan), log_dir=tmp_path, run_id="masks", labels=labels(plan), unset=masked_out(plan))
     try:
         session.start()
-        session.require(demand(plan))
         assert ray.nodes()[0]["Labels"]["acme.io/board"] == "b7"
         placement = Placement(plan)
         await placement.reserve()

@@ -15,8 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "vime.cli.main")
 
 
+_SLOW = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
 @pytest.mark.parametrize(
-    "name", ["qwen3-4b-gsm8k", pytest.param("qwen3-30b-a3b-dapo", marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+    "name", ["qwen3-4b-gsm8k", *(pytest.param(name, marks=_SLOW) for name in ("qwen3-30b-a3b-dapo", "glm4.5-air-dapo"))]
 )
 def test_a_twin_runs_by_the_commands_of_its_readme(name: str, tmp_path: Path) -> None:
     tiny, twin = commands(name)

@@ -35,6 +35,15 @@ EXPERTS_APART: dict[str, Any] = {  # Buckets smaller than a layer of experts.
     "sync": [{"from": "actor", "to": "rollout", "prefer": ["collective"], "buffer": "64KiB"}],
 }
 
+SEQUENCES_APART = {
+    **EXPERTS_APART,
+    "name": "sequences-apart",
+    "roles": {
+        "actor": {"kind": "train", "pool": "host", "devices": 2, "parallel": {"cp": 2, "ep": 2}},
+        "rollout": {"kind": "rollout", "pool": "host", "engines": 1},
+    },
+}
+
 
 def value(row: Row, name: str) -> float:
     found = row.metrics[name]
@@ -42,7 +51,9 @@ def value(row: Row, name: str) -> float:
     return found
 
 
-@pytest.mark.parametrize("topology", ["cpu-colocate", EXPERTS_APART], ids=["one-rank", "ep2-to-tp2"])
+@pytest.mark.parametrize(
+    "topology", ["cpu-colocate", EXPERTS_APART, SEQUENCES_APART], ids=["one-rank", "ep2-to-tp2", "cp2-ep2-to-one"]
+)
 def test_experts_are_trained_and_served_as_one_policy(tmp_path: Path, topology: Any) -> None:
     make_tiny_qwen3_moe(tmp_path / "model", seed=1)
     prompts = [json.dumps({"prompt": f"{n} + {n % 7} =", "label": str(n + n % 7)}) for n in range(40)]

@@ -28,7 +28,7 @@ def launch(folder: Path, model: Path, **job: Any) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    world = math.prod(job["parallel"].get(axis, 1) for axis in ("tp", "pp", "dp"))
+    world = math.prod(job["parallel"].get(axis, 1) for axis in ("tp", "pp", "cp", "dp"))
     folder.mkdir()
     ranks = []
     for rank in range(world):
@@ -120,13 +120,15 @@ def check_same(results: list[dict[str, Any]], alone: dict[str, Any], *, skip: in
 @pytest.mark.parametrize(
     ("name", "job", "writers"),
     [
-        ("tp", {"parallel": {"tp": 2}, "rings": True}, [True, False]),
-        ("pp", {"parallel": {"pp": 2}, "parts": 3, "rings": True}, [True, True]),
+        ("tp", {"parallel": {"tp": 2}, "rings": 2}, [True, False]),
+        ("pp", {"parallel": {"pp": 2}, "parts": 3, "rings": 1}, [True, True]),
         ("dp", {"parallel": {"dp": 2}}, [True, False]),
+        ("cp", {"parallel": {"cp": 2}, "rings": 1}, [True, False]),
         ("idle", {"parallel": {"dp": 2}, "idle_rank": True}, [True, False]),
     ],
 )
 def test_a_layout_trains_as_one_process(name, job, writers, model, alone, tmp_path):
+    """`rings` is on how many hosts the ranks say they are, each with an engine worker beside it."""
     results = launch(tmp_path / name, model, **job)
     check_same(results, alone)
     for result in results if job.get("rings") else ():
@@ -156,7 +158,7 @@ def test_a_fresh_process_goes_on_bit_for_bit(model, alone, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2}], ids=["tp", "pp", "cp", "dp"])
 def test_a_checkpoint_goes_on_in_another_layout(parallel, model, alone, tmp_path):
     results = launch(tmp_path / "other", model, parallel=parallel, load=alone["checkpoint"])
     check_same(results, alone, skip=1)
@@ -188,6 +190,82 @@ def test_weights_and_log_probs_are_those_of_transformers(tied, experts, parallel
             log_p = reference(input_ids=torch.tensor([sequence])).logits[0].log_softmax(-1)
         theirs = log_p[:-1].gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(ours), theirs, rtol=0, atol=5e-6)
+
+
+def by_sample(results: list[dict[str, Any]], job: dict[str, Any]) -> list[list[list[float]]]:
+    """Scores of every step in the order of its samples, from the ranks that speak."""
+    dp = job["parallel"].get("dp", 1)
+    speakers = [result for result in results if result["scores"][0] is not None]
+    assert len(speakers) == dp
+    steps = []
+    for step in range(len(speakers[0]["scores"])):
+        rows: dict[int, list[float]] = {}
+        for rank, result in enumerate(speakers):
+            own = [scores for batch in result["scores"][step] for scores in batch]
+            rows |= {rank + dp * i: scores for i, scores in enumerate(own)}
+        steps.append([rows[i] for i in sorted(rows)])
+    return steps
+
+
+@pytest.fixture(scope="module")
+def critic(model, tmp_path_factory) -> dict[str, Any]:
+    """A critic in one process: three steps, a checkpoint after the first, its folder at the end."""
+    folder = tmp_path_factory.mktemp("critic")
+    job = {"parallel": {"tp": 1}, "task": "critic", "save": str(folder / "checkpoint"), "save_at": 1}
+    (result,) = launch(folder / "run", model, **job, save_hf=str(folder / "saved"))
+    return {**result, "checkpoint": job["save"], "saved": folder / "saved", "steps": by_sample([result], job)}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param({"parallel": {"tp": 2}, "megatron": {"sequence_parallel": True}}, id="sequence-parallel"),
+        pytest.param({"parallel": {"pp": 2, "dp": 2}, "parts": 3}, id="pp-dp"),
+        pytest.param({"parallel": {"tp": 2}}, id="tp"),
+        pytest.param({"parallel": {"dp": 2}}, id="dp"),
+        pytest.param({"parallel": {"pp": 2}}, id="pp"),
+        pytest.param({"parallel": {"cp": 2}}, id="cp"),
+    ],
+)
+def test_a_critic_in_a_layout_trains_as_one_process(job, model, critic, tmp_path):
+    job = {**job, "task": "critic"}
+    results = launch(tmp_path / "run", model, **job)
+    for result in results:
+        assert result["metrics"] == results[0]["metrics"]
+    for ours, theirs in zip(results[0]["metrics"], critic["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5, abs=2e-6)
+    for ours, theirs in zip(by_sample(results, job), critic["steps"], strict=True):
+        assert [s for row in ours for s in row] == pytest.approx([s for row in theirs for s in row], abs=5e-5)
+
+
+def test_a_critic_goes_on_bit_for_bit_in_a_fresh_process(model, critic, tmp_path):
+    job = {"parallel": {"tp": 1}, "task": "critic", "load": critic["checkpoint"], "first": 1}
+    (resumed,) = launch(tmp_path / "resumed", model, **job)
+    assert resumed["metrics"] == critic["metrics"][1:]
+    assert resumed["scores"] == critic["scores"][1:]
+    assert resumed["digests"] == critic["digests"]
+
+
+def test_values_and_scores_are_those_of_transformers(model, critic, tmp_path):
+    """The critic's folder opens as a token classifier; a frozen rank's log-probs are those of the policy's folder, at the
+    sampler's temperature.
+    """
+    transformers = pytest.importorskip("transformers")
+    values = transformers.AutoModelForTokenClassification.from_pretrained(critic["saved"], num_labels=1).float().eval()
+    job = {"parallel": {"tp": 1}, "task": "critic", "steps": 1, "parts": 1}
+    (after,) = launch(tmp_path / "critic", critic["saved"], **job)
+    frozen = {**job, "task": "reference", "parallel": {"dp": 2}, "parts": 2}
+    scores = by_sample(launch(tmp_path / "frozen", model, **frozen), frozen)[0]
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model).float().eval()
+    rows = zip(trainer_rank.samples(VOCAB, 0), by_sample([after], job)[0], scores, strict=True)
+    for sample, own_values, own_scores in rows:
+        start, ids = len(sample.prompt_ids) - 1, torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+        with torch.no_grad():
+            expected = values(input_ids=ids).logits[0, start:-1, 0]
+            log_p = (policy(input_ids=ids).logits[0, start:-1] / 0.9).log_softmax(-1)
+        torch.testing.assert_close(torch.tensor(own_values), expected, rtol=0, atol=1e-5)
+        targets = torch.tensor(sample.response_ids)[:, None]
+        torch.testing.assert_close(torch.tensor(own_scores), log_p.gather(1, targets)[:, 0], rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

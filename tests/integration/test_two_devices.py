@@ -93,6 +93,17 @@ def test_shared_by_device_ipc(tmp_path: Path, acme_site: Path, layout: Any) -> N
     assert edges["serving"] == {"params": 0, "grads": 0, "optimizer": 0}
 
 
+def test_engines_take_from_the_ranks_of_their_own_host(tmp_path: Path, acme_site: Path) -> None:
+    """Each board on a planted host of its own, under a name that boards of all hosts have: the host alone tells them apart."""
+    site, trace = boards.install(acme_site, tmp_path), tmp_path / "trace.jsonl"
+    path = write_run(tmp_path, topology=shared({}, 2, 1), schedule={"num_steps": 2}, weights=EVERY_PUBLICATION)
+    run_on_acme(path, site, timeout_s=300.0, **{boards.TRACE: str(trace), boards.HOSTS: "1"})
+    assert boards.taken(trace) == {("board 0", "board 0"), ("board 1", "board 1")}
+    check_publications(tmp_path / "run", 3)
+    for row in steps(tmp_path / "run").values():
+        assert value(row, "train/train_rollout_logprob_abs_diff") <= 2e-6
+
+
 # ---- benchmarks
 
 

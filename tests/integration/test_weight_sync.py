@@ -22,6 +22,7 @@ from vime.testing.reference_trainer import ReferenceTrainer
 from vime.testing.tiny_models import make_tiny_qwen3
 from vime.types import PolicyVersion
 from vime.weights.control import EngineControl, Identity
+from vime.weights.hosts import ANYWHERE
 from vime.weights.probe import probe_ids
 from vime.weights.protocol import ProbeSettings, Publisher
 from vime.weights.transports.base import TransferContext
@@ -59,7 +60,7 @@ async def offer_wrong_manifests(served: Served) -> None:
     trainer = ReferenceTrainer(served.model_path, shm)
     async with served.control() as control:
         await control.open("start")
-        offer = await trainer.init_info(1)
+        offer = (await trainer.init_info({ANYWHERE: 1}))[ANYWHERE]
         rows = offer["manifest"]
         wrong = {
             "prefix": [["module." + row[0], *row[1:]] for row in rows],
@@ -277,7 +278,7 @@ async def test_a_later_offer_must_bring_the_same_tensors_and_a_known_transport(e
     served = engines["tied"]
     async with Bench(served, shm) as bench:
         await bench.publish()
-        offer = await bench.trainer.init_info(1)
+        offer = (await bench.trainer.init_info({ANYWHERE: 1}))[ANYWHERE]
         with pytest.raises(WeightSyncError, match=r"missing: model\.norm\.weight"):
             await bench.control.init({**offer, "manifest": [r for r in offer["manifest"] if r[0] != "model.norm.weight"]})
         with pytest.raises(WeightSyncError, match=r"no half for transport pigeon; it knows .*host_shm"):

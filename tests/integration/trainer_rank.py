@@ -6,13 +6,16 @@ import hashlib
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ring_rank
 import torch
+import torch.distributed as dist
 
-from vime.config.schema import GrpoSection, OptimizerSection, TrainerSection
+from vime.config.algorithms import CriticSection, GrpoSection, PpoSection
+from vime.config.schema import OptimizerSection, TrainerSection
 from vime.facts.collectives import CollectiveSpec
 from vime.facts.memory import NullMemory
 from vime.facts.process import Factory, MegatronAdaptation, Parallel, TrainerRuntime
@@ -48,10 +51,12 @@ def share(rows: list[TrainSample], job: dict[str, Any], dp_rank: int) -> UpdateW
 
 
 def setup_of(job: dict[str, Any]) -> TrainerSetup:
+    task = job.get("task", "actor")
     section = TrainerSection(
         optimizer=OptimizerSection(lr=1e-3, warmup_steps=2, decay="linear", weight_decay=0.01, clip_grad=0.5),
         megatron=job.get("megatron", {}),
         recompute=job.get("recompute", "none"),
+        overlap=job.get("overlap", False),
         max_tokens_per_micro_batch=job.get("max_tokens", 8192),
     )
     return TrainerSetup(
@@ -66,7 +71,9 @@ def setup_of(job: dict[str, Any]) -> TrainerSetup:
         seed=1,
         num_steps=20,
         temperature=0.9,
-        algorithm=GrpoSection(entropy_coef=0.01),
+        algorithm=PpoSection(lam=0.9, critic=CriticSection(value_clip=0.5))
+        if task == "critic"
+        else GrpoSection(entropy_coef=0.01, whiten=True),
         trainer=section,
         runtime=TrainerRuntime(Factory("vime.platforms.cpu.trainer_runtime:HostRuntime"), "cpu"),
         adaptation=MegatronAdaptation(
@@ -76,6 +83,8 @@ def setup_of(job: dict[str, Any]) -> TrainerSetup:
         ),
         collective=CollectiveSpec("gloo", 60.0, ("sum", "max")),
         memory=NullMemory("not needed here"),
+        role=task,
+        task=task,
     )
 
 
@@ -83,10 +92,41 @@ def digest(tensor: Any) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def main(job: dict[str, Any]) -> dict[str, Any]:
-    from vime.trainer.megatron.worker import MegatronWorker
+def beside(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """What a role beside the actor does: it scores its share, and a critic trains on it with its own values."""
+    dp_rank, metrics, scores = worker._axes.dp_rank, [], []
+    if job.get("load"):
+        worker.load(Path(job["load"]))
+    for step in range(job.get("first", 0), job["steps"]):
+        work = share(samples(job["vocab"], step), job, dp_rank)
+        found = worker.score(work.micro_batches)
+        assert worker.speaks or found == []
+        scores.append(found if worker.speaks else None)
+        if job["task"] != "critic":
+            continue
+        everywhere: list[Any] = [None] * job["world"]
+        dist.all_gather_object(everywhere, (dp_rank, scores[-1]))
+        (own,) = [rows for rank, rows in everywhere if rank == dp_rank and rows is not None]
+        batches = tuple(
+            tuple(replace(sample, values=values) for sample, values in zip(batch, rows, strict=True))
+            for batch, rows in zip(work.micro_batches, own, strict=True)
+        )
+        metrics.append(worker.train_step([replace(work, micro_batches=batches)]))
+        if job.get("save") and worker.step_count == job["save_at"]:
+            worker.save(Path(job["save"]))
+    if job.get("save_hf"):
+        worker.save_hf(Path(job["save_hf"]))
+    digests = {n: digest(t) for n, t in worker.weights_on_first_rank()}
+    worker.close()
+    return {"metrics": metrics, "scores": scores, "digests": digests}
 
-    worker = MegatronWorker(setup_of(job))
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    from vime.trainer.megatron.tasks import build_rank
+
+    worker: Any = build_rank(setup_of(job))
+    if job.get("task", "actor") != "actor":
+        return beside(worker, job)
     if job.get("load"):
         worker.load(Path(job["load"]))
     dp_rank = worker._axes.dp_rank

@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {
     "topology": "list, show and check topologies",
     "node": "make this machine a node of a Ray cluster",
     "data": "make prompt files and tiny models",
+    "convert": "turn a Hugging Face folder into torch_dist, and back",
     "report": "write the report of a run",
     "bench": "measure a part beside its floor",
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from vime.data.prompts import read_texts
 from vime.data.templates import PromptTokenizer, encode_prompt
-from vime.data.tiny_model import EOS_ID, PAD_ID, QUESTION_TEMPLATE, Qwen3Shape, phrase_tokenizer, save_qwen3, save_tokenizer
+from vime.data.tiny_model import EOS_ID, PAD_ID, QUESTION_TEMPLATE, TinyShape, phrase_tokenizer, save_tiny, save_tokenizer
 from vime.errors import DataError
 
 SOURCE = "reasoning_gym"
@@ -204,8 +204,8 @@ def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     os.replace(partial, path)
 
 
-def make_start_model(directory: Path, prompts: Path, shape: Qwen3Shape, *, seed: int = 0) -> MadeModel:
-    """A small random Qwen3 whose own tokenizer is trained on the prompts of `prompts`, to be taught from scratch.
+def make_start_model(directory: Path, prompts: Path, shape: TinyShape, *, seed: int = 0) -> MadeModel:
+    """A small random model whose own tokenizer is trained on the prompts of `prompts`, to be taught from scratch.
 
     Args:
         shape: its `vocab_size` is the most entries the tokenizer may have; the model gets as many as came out.
@@ -219,5 +219,5 @@ def make_start_model(directory: Path, prompts: Path, shape: Qwen3Shape, *, seed:
     longest = max(len(encode_prompt(tokenizer, text, QUESTION_TEMPLATE)[1]) for text in texts)
     entries = encoder.get_vocab_size()
     save_tokenizer(encoder, directory, max_length=shape.max_positions)
-    num_parameters = save_qwen3(directory, replace(shape, vocab_size=entries), seed=seed)
+    num_parameters = save_tiny(directory, replace(shape, vocab_size=entries), seed=seed)
     return MadeModel(directory, num_parameters, entries, longest, QUESTION_TEMPLATE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -31,7 +31,8 @@ class NameRow:
 
     `megatron` is a parameter name with `{layer}` where the layer's number stands and `{expert}` where the expert's does;
     `names` are its Hugging Face parts. `tp_dim` is the dimension that tensor parallelism splits, inside an expert that of
-    the experts (None: every rank holds all of it); `is_vocab` marks tensors whose dim 0 is the padded vocabulary.
+    the experts (None: every rank holds all of it); `is_vocab` marks tensors whose dim 0 is the padded vocabulary, `is_buffer`
+    those that no gradient reaches and that stay in float32.
     """
 
     megatron: str
@@ -39,11 +40,17 @@ class NameRow:
     join: Join = Join.ONE
     tp_dim: int | None = None
     is_vocab: bool = False
+    is_buffer: bool = False
 
     @property
     def is_expert(self) -> bool:
         """The parameter belongs to one expert; expert parallelism spreads the experts over ranks."""
         return "{expert}" in self.megatron
+
+    @property
+    def is_router(self) -> bool:
+        """The parameter scores experts."""
+        return self.megatron.endswith(".router.weight")
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -57,19 +64,55 @@ class NameRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's longer context: slow frequencies are divided by `factor`, fast ones kept, those between blended.
+
+    Slow and fast are wavelengths beyond `positions / low` and below `positions / high`, where `positions` is the context
+    before.
+    """
+
+    factor: float
+    low: float
+    high: float
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071) with the two attention factors of DeepSeek."""
+
+    factor: float
+    positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary position embedding: `base` (theta) and the share of a head's dimensions that it turns."""
+    """Rotary position embedding: `base` (theta), the share of a head's dimensions that it turns, and what stretches it."""
 
     base: float
     percent: float = 1.0
+    scaling: Llama3Scaling | YarnScaling | None = None
 
 
 @dataclass(frozen=True)
 class NameTable:
-    """Names in both directions. `tied` names hold no tensor of their own when embeddings are tied."""
+    """Names in both directions. `tied` names hold no tensor of their own when embeddings are tied.
+
+    `ignored` are names that folders may hold although no parameter stands for them.
+    """
 
     rows: tuple[NameRow, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
+
+    @cached_property
+    def ignored_patterns(self) -> tuple[re.Pattern[str], ...]:
+        """Match the ignored names."""
+        return tuple(_pattern(name) for name in self.ignored)
 
     def to_hf(self, megatron: str, *, layer_offset: int = 0, expert_offset: int = 0) -> tuple[NameRow, tuple[str, ...]]:
         """The row and Hugging Face names of a Megatron parameter.
@@ -146,3 +189,28 @@ def refuse(config: Mapping[str, Any], key: str, supported: object) -> None:
             f"config.json sets {key} to {value!r}; only {supported!r} is supported",
             fix="choose a model without it, or extend the family in vime/models/",
         )
+
+
+def unknown_names(names: Iterable[str], table: NameTable, shape: ModelShape) -> list[str]:
+    """Tensors of a folder that are no parameter of the model, in order.
+
+    A layer for multi-token prediction (numbers from `shape.layers` on, `shape.frozen_layers` of them) is known whatever is in
+    it: it is carried from folder to folder as it is.
+    """
+    return [name for name in names if not (is_carried(name, shape) or _is_known(name, table, shape))]
+
+
+_LAYER_OF = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def is_carried(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor belongs to a layer for multi-token prediction, which nothing trains."""
+    match = _LAYER_OF.match(name)
+    return bool(match) and shape.layers <= int(match[1]) < shape.layers + shape.frozen_layers
+
+
+def _is_known(name: str, table: NameTable, shape: ModelShape) -> bool:
+    limits = {"layer": shape.layers, "expert": shape.experts}
+    patterns = [pattern for row in table.rows for pattern in row.part_patterns]
+    found = next((match for pattern in (*patterns, *table.ignored_patterns) if (match := pattern.match(name))), None)
+    return found is not None and all(int(number) < limits[key] for key, number in found.groupdict().items())

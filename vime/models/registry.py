@@ -9,10 +9,17 @@ from typing import Any
 
 from vime.errors import ConfigError
 from vime.facts.model import ModelShape
-from vime.models import qwen3, qwen3_moe
-from vime.models.base import Family
+from vime.models import deepseek_v3, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from vime.models.decoder import Decoder
 
-FAMILIES: tuple[Family, ...] = (qwen3.FAMILY, qwen3_moe.FAMILY)
+FAMILIES: tuple[Decoder, ...] = (
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    llama.FAMILY,
+    glm4_moe.FAMILY,
+    deepseek_v3.FAMILY,
+)
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -20,7 +27,7 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(name for family in FAMILIES for name in family.architectures)
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, Any]) -> Decoder:
     """The family of a Hugging Face config. Raises ConfigError listing what is supported."""
     asked = tuple(config.get("architectures") or ())
     for family in FAMILIES:

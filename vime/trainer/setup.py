@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vime.config.schema import GrpoSection, SftSection, TrainerSection
+from vime.config.algorithms import AnyAlgorithm
+from vime.config.schema import TrainerSection
 from vime.facts.collectives import CollectiveSpec
 from vime.facts.memory import MemoryBackend, NullMemory
 from vime.facts.process import MegatronAdaptation, Parallel, TrainerRuntime
+from vime.planning.plan import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class TrainerSetup:
     seed: int
     num_steps: int
     temperature: float
-    algorithm: GrpoSection | SftSection
+    algorithm: AnyAlgorithm
     trainer: TrainerSection
     runtime: TrainerRuntime
     adaptation: MegatronAdaptation
@@ -41,3 +43,6 @@ class TrainerSetup:
     from_scratch_seed: int | None = None
     node_device: int | None = None
     """The device's place in its node's inventory, whatever is masked; None where nothing needs to know."""
+    role: str = "actor"
+    """The role's name in the topology."""
+    task: Task = "actor"

@@ -88,15 +88,15 @@ def setup_of():
 
 @pytest.fixture
 def worker_of(tmp_path):
-    """Build workers one after the other; each is closed before the next and at the end."""
-    from vime.trainer.megatron.worker import MegatronWorker
+    """Build ranks one after the other, of the actor or of another `task`; each is closed before the next and at the end."""
+    from vime.trainer.megatron.tasks import build_rank
 
-    alive: list[MegatronWorker] = []
+    alive: list[Any] = []
 
-    def build(model_path: Path | None = None, **changes: Any) -> MegatronWorker:
+    def build(model_path: Path | None = None, **changes: Any) -> Any:
         while alive:
             alive.pop().close()
-        alive.append(MegatronWorker(make_setup(model_path or write_model(tmp_path / "model"), **changes)))
+        alive.append(build_rank(make_setup(model_path or write_model(tmp_path / "model"), **changes)))
         return alive[-1]
 
     yield build

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from vime.algorithms.batch import advantage_batch
 from vime.algorithms.registry import algorithm_of
-from vime.config.schema import GrpoSection, SftSection
+from vime.config.algorithms import DistillSection, GrpoSection, KlSection, PpoSection, SftSection
 from vime.errors import TrainerError
-from vime.trainer.megatron.packing import PackShape, check_samples, make_pack, pack_samples, split_by_tokens, target_tensors
+from vime.trainer.megatron.packing import (
+    PackShape,
+    check_samples,
+    loss_weights,
+    make_pack,
+    pack_samples,
+    split_by_tokens,
+    target_tensors,
+)
 from vime.types import TrainSample, UpdateWork
 
 SHAPE = PackShape(alignment=4, vocab=100, device=torch.device("cpu"))
@@ -54,17 +65,37 @@ def test_targets_follow_their_own_sample():
         sample([1], [5], reward=0.0, group=(1.0, 0.0, 0.0, 0.0)),
     ]
     work = UpdateWork((tuple(samples),), num_rollouts=3, num_tokens=4)
-    targets = target_tensors(samples, algorithm=algorithm_of(GrpoSection()), work=work, device=SHAPE.device)
+    algorithm = algorithm_of(GrpoSection(kl=KlSection(coef=0.1)))
+    samples = [replace(s, ref_log_probs=tuple(x - 0.5 for x in s.log_probs)) for s in samples]
+    advantages = algorithm.advantages(advantage_batch(samples), lambda values: values)
+    targets = target_tensors(samples, advantages, algorithm=algorithm, work=work, device=SHAPE.device)
     assert targets.advantages.tolist() == pytest.approx([1.5, 1.5, -(0.5**0.5), -0.5])
     assert targets.rollout_log_probs.tolist() == [-1.0, -2.0, -1.0, -1.0]
+    assert targets.ref_log_probs is not None
+    assert targets.ref_log_probs.tolist() == [-1.5, -2.5, -1.5, -1.5]
+    assert targets.teacher_log_probs is None
     assert targets.weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3])
+    assert targets.sequences.sample.tolist() == [0, 0, 1, 2]
+
+
+def test_a_constant_length_stands_in_the_place_of_the_tokens():
+    """Dr. GRPO: two rollouts, a constant of 10 tokens each."""
+    samples = [sample([1], [2, 3, 4]), sample([1], [5])]
+    work = UpdateWork((tuple(samples),), num_rollouts=2, num_tokens=4)
+    _, weights = loss_weights(samples, loss_mean="constant", loss_tokens=10, work=work)
+    assert weights.tolist() == pytest.approx([1 / 20] * 4)
+    _, weights = loss_weights(samples, loss_mean="token", loss_tokens=None, work=work)
+    assert weights.tolist() == pytest.approx([1 / 4] * 4)
+    fanned = [replace(s, rollout_tokens=4) for s in samples]
+    _, weights = loss_weights(fanned, loss_mean="rollout", loss_tokens=None, work=replace(work, num_rollouts=1))
+    assert weights.tolist() == pytest.approx([1 / 4] * 4)
 
 
 def test_the_mask_is_the_samples_whatever_tokens_it_holds():
     """A response that was cut off has no end token; its mask still covers exactly its tokens."""
     samples = [sample([1], [5, 6, 7]), sample([1], [5, 6, 7], mask=[1, 0, 1])]
     work = UpdateWork((tuple(samples),), num_rollouts=2, num_tokens=5)
-    targets = target_tensors(samples, algorithm=algorithm_of(SftSection()), work=work, device=SHAPE.device)
+    targets = target_tensors(samples, torch.zeros(6), algorithm=algorithm_of(SftSection()), work=work, device=SHAPE.device)
     assert targets.mask.tolist() == [True, True, True, True, False, True]
 
 
@@ -80,6 +111,21 @@ def test_the_mask_is_the_samples_whatever_tokens_it_holds():
 def test_fields_that_do_not_fit_are_named(made, words):
     with pytest.raises(TrainerError, match=f"sample 1 of the micro-batch: .*{words}"):
         check_samples([sample([1], [2]), made], algorithm_of(GrpoSection()))
+
+
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        (GrpoSection(kl=KlSection(coef=0.1)), "ref_log_probs"),
+        (PpoSection(), "values"),
+        (DistillSection(), "teacher_log_probs"),
+    ],
+)
+def test_facts_that_an_algorithm_reads_must_be_there(section, field):
+    algorithm, rows = algorithm_of(section), [sample([1], [2, 3])]
+    with pytest.raises(TrainerError, match=f"{field} has 0 entries for 2 response tokens"):
+        check_samples(rows, algorithm)
+    check_samples([replace(rows[0], **{field: (0.0, 0.0)})], algorithm)
 
 
 def test_supervised_rows_need_neither_log_probs_nor_reward():

@@ -55,8 +55,8 @@ def packed(**changes):
     return SimpleNamespace(**{"cu_seqlens_q": ends, "max_seqlen_q": max(LENGTHS), "qkv_format": "thd", **changes})
 
 
-def attention(kernel, cp=1, head=8, dropout=0.0, dtype=torch.bfloat16, **options):
-    config = SimpleNamespace(kv_channels=head, context_parallel_size=cp, attention_dropout=dropout, params_dtype=dtype)
+def attention(kernel, head=8, dropout=0.0, dtype=torch.bfloat16, **options):
+    config = SimpleNamespace(kv_channels=head, attention_dropout=dropout, params_dtype=dtype)
     return VarlenCoreAttention(config, 1, "causal", "self", kernel=kernel, **options)
 
 
@@ -104,7 +104,6 @@ def test_the_longest_segment_is_looked_up_once_a_pack():
 
 def test_what_it_cannot_do_is_refused_with_the_setting_to_change():
     for options, words in [
-        ({"cp": 2}, "cp to 1"),
         ({"dropout": 0.1}, "attention_dropout"),
         ({"kernel": None, "head": 12}, "multiples of 8"),
         ({"kernel": None, "dtype": torch.float32}, "does not take torch.float32"),

@@ -299,8 +299,8 @@ def test_platform_overrides_come_last(tmp_path, model_of, setup_of):
 def test_what_cannot_be_trained_is_refused_by_name(worker_of, tmp_path, setup_of):
     with pytest.raises(TrainerError, match="tp 2 x pp 1 x cp 1 x dp 1 is 2, but the role has 1"):
         check_parallel(setup_of(tmp_path, parallel=Parallel(tp=2)))
-    with pytest.raises(TrainerError, match="cp 2"):
-        check_parallel(setup_of(tmp_path, parallel=Parallel(cp=2), world=2))
+    with pytest.raises(TrainerError, match="vpp 2 cuts pipeline stages, but pp is 1"):
+        check_parallel(setup_of(tmp_path, parallel=Parallel(dp=2, vpp=2), world=2))
     with pytest.raises(ConfigError, match="float16"):
         worker_of(dtype="float16")
 
@@ -314,15 +314,19 @@ def test_a_backend_without_the_host_is_refused_and_leaves_no_group(worker_of):
 def test_sockets_are_kept_to_loopback_where_the_role_is_alone(monkeypatch):
     import os
 
-    from vime.trainer.megatron.parallel import _keep_to_loopback
+    from vime.trainer.megatron import parallel
 
     told: list[str] = []
     runtime = SimpleNamespace(bind_sockets=told.append)
     monkeypatch.setattr(os, "environ", {})
-    _keep_to_loopback("10.0.0.1", runtime)  # type: ignore[arg-type]
-    assert (told, os.environ) == ([], {})
-    _keep_to_loopback("localhost", runtime)  # type: ignore[arg-type]
-    assert told == [os.environ["GLOO_SOCKET_IFNAME"]]
+    outside = {"lo": [SimpleNamespace(address="127.0.0.1")], "eth7": [SimpleNamespace(address="10.0.0.9")]}
+    monkeypatch.setattr(parallel.psutil, "net_if_addrs", lambda: outside)
+    monkeypatch.setattr(parallel, "own_address", lambda peer: "10.0.0.9" if peer == "10.0.0.1" else "127.0.0.1")
+    parallel._choose_interface("10.0.0.1", runtime)  # type: ignore[arg-type]
+    assert (told, os.environ) == ([], {"GLOO_SOCKET_IFNAME": "eth7"})
+    os.environ.clear()
+    parallel._choose_interface("localhost", runtime)  # type: ignore[arg-type]
+    assert (told, os.environ) == (["lo"], {"GLOO_SOCKET_IFNAME": "lo"})
 
 
 @pytest.mark.parametrize(("device", "on_host"), [("cpu", True), ("other", False)])

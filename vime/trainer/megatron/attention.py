@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vime.errors import TrainerError
 from vime.facts.process import MegatronAdaptation
+from vime.trainer.megatron.latent import latent_attention
 
 
 class RmsNorm(torch.nn.Module):
@@ -51,10 +52,10 @@ class _RmsNorm(torch.autograd.Function):
         return slope.mul_(factor).to(hidden.dtype), weight_grad, None
 
 
-def block_spec(config: Any, adaptation: MegatronAdaptation) -> Any:
-    """The decoder's specification for this pipeline stage.
+def block_spec(config: Any, adaptation: MegatronAdaptation, *, vp_stage: int | None = None) -> Any:
+    """The decoder's specification for this pipeline stage, or for one piece of it.
 
-    Raises TrainerError when nothing can attend to packed sequences.
+    Raises TrainerError when nothing can attend to packed sequences, or not to those that several ranks share.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -63,10 +64,24 @@ def block_spec(config: Any, adaptation: MegatronAdaptation) -> Any:
             "the platform names no core attention, and megatron-core's own does not take packed sequences",
             fix="set core_attention in the platform's vime_megatron_adapt",
         )
+    attention = None if adaptation.core_attention is None else adaptation.core_attention.load()
+    if config.context_parallel_size > 1 and attention is not None and not getattr(attention, "splits_sequences", False):
+        raise TrainerError(
+            f"{attention.__name__} does not split sequences over cp {config.context_parallel_size}",
+            fix="set the training role's parallel.cp to 1",
+        )
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=adaptation.transformer_engine, normalization=config.normalization
+        config,
+        use_transformer_engine=adaptation.transformer_engine,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
     )
-    return _replace(spec, _replacements(adaptation))
+    pieces = _replacements(adaptation)
+    if config.multi_latent_attention:
+        from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+        pieces[MLASelfAttention] = latent_attention()
+    return _replace(spec, pieces)
 
 
 def _replacements(adaptation: MegatronAdaptation) -> dict[Any, Any]:

@@ -80,7 +80,8 @@ def load(state: TrainState, directory: Path) -> None:
 
 
 def _restore(state: TrainState, loaded: dict[str, Any]) -> None:
-    state.model.bare.load_state_dict(loaded["model"])
+    for name, bare in _pieces(state):
+        bare.load_state_dict(loaded[name])
     with torch.no_grad():
         state.optimizer.load_state_dict(loaded["optimizer"])
     state.scheduler.num_steps = 0
@@ -101,23 +102,29 @@ def _sharded(state: TrainState, *, is_loading: bool, with_random_state: bool) ->
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = state.model.bare.sharded_state_dict(metadata=metadata)
-    tensors = {
-        "model": model,
-        "optimizer": state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
-    }
+    model = {name: bare.sharded_state_dict(metadata=metadata) for name, bare in _pieces(state)}
+    parameters = model if len(model) > 1 else model["model"]
+    optimizer = state.optimizer.sharded_state_dict(parameters, is_loading=is_loading, metadata=metadata)
+    tensors = {**model, "optimizer": optimizer}
     if with_random_state:
         value = None if is_loading else random_state(state.runtime)
         tensors["random"] = ShardedObject("random", value, (dist.get_world_size(),), (dist.get_rank(),))
     return tensors
 
 
+def _pieces(state: TrainState) -> list[tuple[str, Any]]:
+    """This rank's modules under the names that megatron-core gives them in a checkpoint's tree (not in its files)."""
+    chunks = state.model.chunks
+    return [("model", chunks[0])] if len(chunks) == 1 else [(f"model{i}", bare) for i, bare in enumerate(chunks)]
+
+
 def _content(state: TrainState) -> dict[str, Any]:
     axes = state.axes
     experts = [axes.ep_size, axes.etp_size] if state.model.shape.experts else []
+    others = [axes.cp_size, axes.vpp_size] if axes.cp_size * axes.vpp_size > 1 else []
     return {
         "format": FORMAT,
-        "layout": [axes.tp_size, axes.pp_size, axes.dp_size, *experts],
+        "layout": [axes.tp_size, axes.pp_size, axes.dp_size, *experts, *others],
         "model": dataclasses.asdict(state.model.shape),
         "dtype": str(state.model.config.params_dtype),
     }

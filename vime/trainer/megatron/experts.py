@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vime.errors import ConfigError, TrainerError
 from vime.facts.model import ModelShape
 from vime.facts.process import Parallel
+from vime.models.base import Family
+from vime.trainer.megatron.parallel import Axes
 
-_NO_AUXILIARY_LOSS = "the loss carries its denominators already, and an auxiliary loss would not be divided by them"
+if TYPE_CHECKING:
+    from vime.trainer.megatron.packing import Pack
 
 UNSUPPORTED = {
-    "moe_router_load_balancing_type": _NO_AUXILIARY_LOSS,
-    "moe_aux_loss_coeff": _NO_AUXILIARY_LOSS,
-    "moe_z_loss_coeff": _NO_AUXILIARY_LOSS,
     "moe_grouped_gemm": "grouped experts keep their weights under names that no table maps",
+    "mtp_num_layers": "layers for multi-token prediction are not trained: they go from model.path to every export as they are",
+    "mtp_loss_scaling_factor": "layers for multi-token prediction are not trained",
 }
 """Keys that trainer.megatron may not set, and why."""
+
+BALANCE = ("none", "aux_loss")
+"""What `moe_router_load_balancing_type` may say; others route differently from the engine, or take a pack for a sequence."""
 
 
 def expert_values(shape: ModelShape, parallel: Parallel) -> dict[str, Any]:
     """Settings that megatron-core needs beside experts: it trains them under tp only with sequence parallelism."""
     return {"sequence_parallel": True} if shape.experts and parallel.tp > 1 else {}
+
+
+def balance_values(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The kind of balance that a coefficient in `trainer.megatron` implies."""
+    asked = bool(section.get("moe_aux_loss_coeff")) and "moe_router_load_balancing_type" not in section
+    return {"moe_router_load_balancing_type": "aux_loss"} if asked else {}
 
 
 def check_experts(shape: ModelShape, parallel: Parallel, values: Mapping[str, Any]) -> None:
@@ -40,6 +53,13 @@ def check_experts(shape: ModelShape, parallel: Parallel, values: Mapping[str, An
     ):
         if total % size:
             raise TrainerError(f"{total} {what} do not divide into {axis} {size}", fix=f"choose an {axis} that divides {total}")
+    kind = values.get("moe_router_load_balancing_type", "none")
+    if kind not in BALANCE:
+        raise ConfigError(
+            f"trainer.megatron.moe_router_load_balancing_type {kind!r}: packs hold many sequences, and the engine routes by "
+            "the highest scores",
+            fix=f"set one of {', '.join(BALANCE)}",
+        )
     if values.get("moe_token_dispatcher_type") == "allgather" and parallel.ep * parallel.etp > 1:
         raise ConfigError(
             "trainer.megatron.moe_token_dispatcher_type allgather needs as many tokens on every rank, which packs do not have",
@@ -50,6 +70,55 @@ def check_experts(shape: ModelShape, parallel: Parallel, values: Mapping[str, An
             "trainer.megatron.sequence_parallel is off, but megatron-core trains experts under tp only with it",
             fix="remove the key, or set tp to 1",
         )
+
+
+# ---- auxiliary losses
+
+
+class _Share:
+    """What one token counts in an auxiliary loss: megatron-core leaves the division by the batch's tokens to us."""
+
+    per_token = 1.0
+
+
+def use_token_shares() -> None:
+    """Let megatron-core scale auxiliary losses by `weigh_auxiliary_losses`. Repeating it does nothing."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    found: Any = MoEAuxLossAutoScaler.set_loss_scale
+    if hasattr(found, "original"):
+        return
+
+    def set_loss_scale(scale: Tensor) -> None:
+        found(scale * _Share.per_token)
+
+    set_loss_scale.original = found  # type: ignore[attr-defined]
+    MoEAuxLossAutoScaler.set_loss_scale = staticmethod(set_loss_scale)
+
+
+def weigh_auxiliary_losses(config: Any, packs: Sequence[Pack], axes: Axes) -> None:
+    """Make the auxiliary losses of an update a mean over its tokens, those that pad a pack included.
+
+    Every micro-batch's loss counts by its tokens, over all data-parallel ranks; a collective over them.
+    """
+    if not config.num_moe_experts or not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
+        return
+    rows = sum(pack.ids.shape[1] for pack in packs) / (axes.tp_size if config.sequence_parallel else 1)
+    total = torch.tensor(rows, dtype=torch.float64)
+    dist.all_reduce(total, group=axes.dp_group)
+    _Share.per_token = 1.0 / max(float(total), 1.0)
+
+
+# ---- parameters
+
+
+def freeze_routers(bare: Any, family: Family) -> None:
+    """Train no router. Raises ConfigError for a dense model."""
+    if not any(row.is_router for row in family.table.rows):
+        raise ConfigError(f"trainer.freeze_router: {family.name} has no router", fix="remove the key")
+    for name, param in bare.named_parameters():
+        if family.table.to_hf(name)[0].is_router:
+            param.requires_grad_(False)
 
 
 def mark_expert(param: Tensor) -> None:

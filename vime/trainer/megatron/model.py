@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,9 +15,17 @@ from vime.facts.model import ModelShape
 from vime.facts.process import MegatronAdaptation
 from vime.models.base import Family
 from vime.trainer.megatron.attention import block_spec
-from vime.trainer.megatron.experts import UNSUPPORTED, check_experts, expert_values, mark_expert
+from vime.trainer.megatron.experts import (
+    UNSUPPORTED,
+    balance_values,
+    check_experts,
+    expert_values,
+    freeze_routers,
+    mark_expert,
+    use_token_shares,
+)
 from vime.trainer.megatron.parallel import Axes
-from vime.trainer.megatron.rotary import use_pack_tables
+from vime.trainer.megatron.rotary import scale_frequencies, use_pack_tables
 from vime.trainer.setup import TrainerSetup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,6 +42,7 @@ OWNED = {
     "fp16": "model.dtype",
     "tensor_model_parallel_size": "the topology's parallel.tp",
     "pipeline_model_parallel_size": "the topology's parallel.pp",
+    "virtual_pipeline_model_parallel_size": "the topology's parallel.vpp",
     "context_parallel_size": "the topology's parallel.cp",
     "expert_model_parallel_size": "the topology's parallel.ep",
     "expert_tensor_parallel_size": "the topology's parallel.etp",
@@ -50,6 +59,7 @@ _ADVICE = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
     "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
+    "megatron.core.dist_checkpointing.serialization": "Overwriting old incomplete",
 }
 """Loggers and beginnings of what megatron-core says to its callers; nobody who runs vime can act on it."""
 
@@ -60,6 +70,11 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+
+
+_INTERLEAVED: dict[str, Any] = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+"""How pieces of a virtual pipeline exchange tensors. In one batch of sends and receives, two stages, each of which is both the
+one before and the one after the other, pair them wrongly, and megatron-core does not notice."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -77,13 +92,25 @@ def transformer_values(setup: TrainerSetup, family: Family, hf_config: Mapping[s
     """
     shape = family.shape(hf_config)
     values = {**_own_values(setup), **expert_values(shape, setup.parallel), **family.transformer_values(hf_config)}
-    values |= checked_passthrough(setup.trainer.megatron)
+    values |= balance_values(setup.trainer.megatron) | checked_passthrough(setup.trainer.megatron)
     values |= {name: override.value for name, override in setup.adaptation.overrides.items()}
     check_experts(shape, setup.parallel, values)
+    check_interleaved(setup.parallel.vpp, values)
     activation = values.get("activation_func")
     if isinstance(activation, str):
         values["activation_func"] = getattr(torch.nn.functional, activation)
     return values
+
+
+def check_interleaved(vpp: int, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings under which a virtual pipeline would mix up its tensors."""
+    wrong = [name for name, value in _INTERLEAVED.items() if vpp > 1 and values.get(name) is not value]
+    if wrong:
+        raise ConfigError(
+            f"trainer.megatron.{wrong[0]} is {values.get(wrong[0])}, with which the pieces of a pipeline stage (vpp {vpp}) may "
+            "get each other's tensors",
+            fix=f"remove {' and '.join(wrong)} from trainer.megatron, or vpp from the topology",
+        )
 
 
 def checked_passthrough(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,6 +160,7 @@ def _own_values(setup: TrainerSetup) -> dict[str, Any]:
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,
         "variable_seq_lengths": parallel.pp > 1,
+        **(_INTERLEAVED | {"virtual_pipeline_model_parallel_size": parallel.vpp} if parallel.vpp > 1 else {}),
         "moe_token_dispatcher_type": "alltoall",
         **_RECOMPUTE[setup.trainer.recompute],
     }
@@ -146,13 +174,28 @@ def padded_vocab(vocab: int, tp: int) -> int:
 
 def check_divisible(shape: ModelShape, axes: Axes) -> None:
     """Raise TrainerError naming the numbers when an axis does not divide the model."""
-    for name, size in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads), ("MLP columns", shape.ffn)):
+    for name, size in _split_by_tp(shape):
         if size % axes.tp_size:
             raise TrainerError(f"{size} {name} do not divide into tp {axes.tp_size}", fix=f"choose a tp that divides {size}")
     if shape.layers % axes.pp_size:
         raise TrainerError(
             f"{shape.layers} layers do not divide into pp {axes.pp_size}", fix=f"choose a pp that divides {shape.layers}"
         )
+    if (layers := shape.layers // axes.pp_size) % axes.vpp_size:
+        raise TrainerError(
+            f"{layers} layers of a pipeline stage do not divide into vpp {axes.vpp_size}",
+            fix=f"choose a vpp that divides {layers}",
+        )
+
+
+def _split_by_tp(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    yield "attention heads", shape.heads
+    yield "key-value heads", shape.kv_heads
+    yield "MLP columns", shape.ffn
+    yield "columns of the shared expert", shape.shared_ffn
+    if shape.latent is not None:
+        yield "entries of the compressed key", shape.latent.kv_rank + shape.latent.rotary
+        yield "entries of the compressed query", shape.latent.q_rank
 
 
 class RowSelect:
@@ -178,14 +221,23 @@ class RowSelect:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """This rank's part of the policy. `bare` is megatron-core's module, unwrapped; `select` is None before the last stage."""
+    """This rank's part of the policy.
 
-    bare: Any
+    `chunks` are megatron-core's modules, unwrapped: one, or with a virtual pipeline a stage's pieces in the order of their
+    layers. `select` is None before the last stage.
+    """
+
+    chunks: tuple[Any, ...]
     config: Any
     family: Family
     shape: ModelShape
     hf_config: Mapping[str, Any]
     select: RowSelect | None
+
+    @property
+    def bare(self) -> Any:
+        """The last piece, which on the last stage ends in the head."""
+        return self.chunks[-1]
 
     @property
     def head_weight(self) -> Tensor:
@@ -200,29 +252,45 @@ def build_model(
 ) -> Model:
     """The model with undefined weights. Raises ConfigError or TrainerError when it does not fit the layout."""
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     use_pack_tables()
+    use_token_shares()
     _leave_out_advice()
     shape, rotary = family.shape(hf_config), family.rotary(hf_config)
     check_divisible(shape, axes)
-    config = TransformerConfig(**transformer_values(setup, family, hf_config))
-    bare = GPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(config, setup.adaptation),
-        vocab_size=padded_vocab(shape.vocab, axes.tp_size),
-        max_sequence_length=shape.max_positions,
-        pre_process=axes.is_first_stage,
-        post_process=axes.is_last_stage,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_percent=rotary.percent,
-        rotary_base=int(rotary.base) if rotary.base.is_integer() else rotary.base,  # type: ignore[arg-type]
-        parallel_output=True,
-    ).to(device)
-    _mark_parameters(bare, family)
-    select = _replace_head(bare, axes, config) if axes.is_last_stage else None
-    return Model(bare, config, family, shape, hf_config, select)
+    config = _transformer_config(transformer_values(setup, family, hf_config))
+    pieces = axes.vpp_size
+    chunks = tuple(
+        GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, setup.adaptation, vp_stage=piece if pieces > 1 else None),
+            vocab_size=padded_vocab(shape.vocab, axes.tp_size),
+            max_sequence_length=shape.max_positions,
+            pre_process=axes.is_first_stage and piece == 0,
+            post_process=axes.is_last_stage and piece == pieces - 1,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_percent=rotary.percent,
+            rotary_base=int(rotary.base) if rotary.base.is_integer() else rotary.base,  # type: ignore[arg-type]
+            parallel_output=True,
+            vp_stage=piece if pieces > 1 else None,
+        ).to(device)
+        for piece in range(pieces)
+    )
+    for bare in chunks:
+        _mark_parameters(bare, family)
+        scale_frequencies(bare, rotary)
+        if setup.trainer.freeze_router:
+            freeze_routers(bare, family)
+    select = _replace_head(chunks[-1], axes, config) if axes.is_last_stage else None
+    return Model(chunks, config, family, shape, hf_config, select)
+
+
+def _transformer_config(values: Mapping[str, Any]) -> Any:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
+    return kind(**values)
 
 
 def _mark_parameters(bare: Any, family: Family) -> None:
@@ -245,18 +313,6 @@ def _replace_head(bare: Any, axes: Axes, config: Any) -> RowSelect:
     select = RowSelect(axes, sequence_parallel=config.sequence_parallel)
     bare.output_layer.forward = select
     return select
-
-
-def wrap_model(model: Model) -> Any:
-    """The model under mixed precision (where asked for) and data parallelism with a distributed optimizer."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer.module import Float16Module
-
-    module = Float16Module(model.config, model.bare) if model.config.bf16 else model.bare
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False, overlap_grad_reduce=False
-    )
-    return DistributedDataParallel(model.config, settings, module)
 
 
 def _leave_out_advice() -> None:

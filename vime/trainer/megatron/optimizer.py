@@ -14,6 +14,7 @@ from vime.config.schema import OptimizerSection
 from vime.errors import TrainerError
 from vime.facts.process import Factory
 from vime.trainer.megatron.model import Model
+from vime.trainer.megatron.wrapping import Wrapped
 
 _ops: Any = torch
 """The list-wise operations are public by use, not by export."""
@@ -63,7 +64,7 @@ def list_scale(_chunk: int, _flag: Any, lists: Sequence[Sequence[Tensor]], scale
     _ops._foreach_mul_(targets, scale)
 
 
-def build_optimizer(section: OptimizerSection, *, model: Model, wrapped: Any) -> Any:
+def build_optimizer(section: OptimizerSection, *, model: Model, wrapped: Wrapped) -> Any:
     """megatron-core's distributed optimizer over the wrapped model.
 
     Its moments exist from the start, so that a checkpoint before the first update is whole and memory is known.
@@ -82,8 +83,9 @@ def build_optimizer(section: OptimizerSection, *, model: Model, wrapped: Any) ->
         bf16=model.config.bf16,
         params_dtype=model.config.params_dtype,
         use_distributed_optimizer=True,
+        overlap_param_gather=wrapped.overlaps,
     )
-    optimizer: Any = get_megatron_optimizer(config, [wrapped])
+    optimizer: Any = get_megatron_optimizer(config, wrapped.chunks)
     for part in optimizer.chained_optimizers:
         if not getattr(part, "is_stub_optimizer", False):
             part.init_state_fn(part.optimizer, part.config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from vime.algorithms.base import Algorithm, token_weights
+from vime.algorithms.sequences import Sequences
 from vime.errors import TrainerError
+from vime.trainer.megatron.context import ContextSplit, TargetShare, key_plan
+from vime.trainer.megatron.parallel import Axes
 from vime.trainer.megatron.rotary import POSITIONS
 from vime.types import TrainSample, UpdateWork
 
 ALIGNMENT = 8
-"""Packs are padded to a multiple of this (times tp), which suits matrix kernels and sequence parallelism."""
+"""Packs are padded to a multiple of this (times tp and cp), which suits matrix kernels and sequence parallelism."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class Pack:
 
     `ids` and `positions` are [1, tokens]; the tail is padding, a segment of its own, because the segments must cover
     every token. `rows` [targets] are the positions whose logits predict the tokens `targets` [targets].
+
+    Under context parallelism every sequence is a padded segment, and all of these are the rank's own part: `share` says which
+    targets those are.
     """
 
     ids: Tensor
@@ -32,6 +38,7 @@ class Pack:
     params: Any
     rows: Tensor
     targets: Tensor
+    share: TargetShare | None = None
 
 
 @dataclass(frozen=True)
@@ -42,15 +49,29 @@ class Targets:
     advantages: Tensor
     mask: Tensor
     weights: Tensor
+    sequences: Sequences
+    prompt_lengths: tuple[int, ...]
+    ref_log_probs: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PackShape:
-    """What packs must look like: a multiple of `alignment` tokens, ids below `vocab`, on `device`."""
+    """What packs must look like: a multiple of `alignment` tokens, ids below `vocab`, on `device`.
+
+    `context` is set where ranks share sequences; `alignment` is then a multiple of twice their number.
+    """
 
     alignment: int
     vocab: int
     device: torch.device
+    context: ContextSplit | None = None
+
+
+def pack_shape(axes: Axes, *, vocab: int, device: torch.device) -> PackShape:
+    """What the packs of a rank look like."""
+    context = ContextSplit(axes.cp_rank, axes.cp_size, axes.cp_group) if axes.cp_size > 1 else None
+    return PackShape(ALIGNMENT * axes.tp_size * axes.cp_size, vocab, device, context)
 
 
 def make_pack(sequences: Sequence[Sequence[int]], first_targets: Sequence[int], shape: PackShape) -> Pack:
@@ -59,16 +80,22 @@ def make_pack(sequences: Sequence[Sequence[int]], first_targets: Sequence[int], 
     No sequences make a pack of padding alone, so that a rank without work still takes part in every collective.
     Raises TrainerError for a token id outside the vocabulary.
     """
+    context = shape.context
     lengths = [len(sequence) for sequence in sequences]
-    padding = -sum(lengths) % shape.alignment or (0 if lengths else shape.alignment)
-    segments = torch.tensor([*lengths, padding] if padding else lengths)
-    ids = torch.tensor([*chain.from_iterable(sequences), *[0] * padding], dtype=torch.long)
+    widths = lengths if context is None else [context.padded(length) for length in lengths]
+    padding = -sum(widths) % shape.alignment or (0 if lengths else shape.alignment)
+    segments = torch.tensor([*widths, padding] if padding else widths)
+    filled = ((*sequence, *[0] * (width - len(sequence))) for sequence, width in zip(sequences, widths, strict=True))
+    ids = torch.tensor([*chain.from_iterable(filled), *[0] * padding], dtype=torch.long)
     check_ids(ids, shape.vocab)
     starts = torch.repeat_interleave(segments.cumsum(0) - segments, segments)
     positions = torch.arange(len(ids)) - starts
-    first = torch.tensor([*first_targets, padding] if padding else list(first_targets))
-    is_target = positions >= torch.repeat_interleave(first, segments)
+    tail = [0] if padding else []
+    first, last = (torch.tensor([*given, *tail]) for given in (first_targets, lengths))
+    is_target = (positions >= torch.repeat_interleave(first, segments)) & (positions < torch.repeat_interleave(last, segments))
     predicted = is_target.nonzero()[:, 0]
+    if context is not None:
+        return _own_part(ids, positions, predicted, segments, shape)
     placed = positions.to(shape.device)
     return Pack(
         ids=ids[None].to(shape.device),
@@ -76,6 +103,26 @@ def make_pack(sequences: Sequence[Sequence[int]], first_targets: Sequence[int], 
         params=pack_params(segments.tolist(), placed, longest=int(segments.max())),
         rows=(predicted - 1).to(shape.device),
         targets=ids[predicted].to(shape.device),
+    )
+
+
+def _own_part(ids: Tensor, positions: Tensor, predicted: Tensor, segments: Tensor, shape: PackShape) -> Pack:
+    """This rank's tokens of a pack whose ranks share sequences; `predicted` [targets] are rows of the whole pack."""
+    context, device = shape.context, shape.device
+    assert context is not None
+    mine = context.owners(segments) == context.rank
+    local = mine.cumsum(0) - 1
+    places = mine[predicted - 1].nonzero()[:, 0]
+    own, placed = predicted[places], positions[mine].to(device)
+    params = pack_params(segments.tolist(), placed, longest=int(segments.max()))
+    params.context = key_plan(segments, context, device)
+    return Pack(
+        ids=ids[mine][None].to(device),
+        positions=placed[None],
+        params=params,
+        rows=local[own - 1].to(device),
+        targets=ids[own].to(device),
+        share=TargetShare(places.to(device), len(predicted), context.group),
     )
 
 
@@ -89,7 +136,7 @@ def check_ids(ids: Tensor, vocab: int) -> None:
 
 
 def pack_params(lengths: Sequence[int], positions: Tensor, *, longest: int) -> Any:
-    """megatron-core's description of a pack of segments; `positions` [tokens] in them are below `longest`."""
+    """megatron-core's description of a pack of segments; this rank's `positions` [tokens] in them are below `longest`."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
@@ -105,34 +152,43 @@ def pack_samples(samples: Sequence[TrainSample], shape: PackShape) -> Pack:
     return make_pack(sequences, [len(s.prompt_ids) for s in samples], shape)
 
 
-def target_tensors(samples: Sequence[TrainSample], *, algorithm: Algorithm, work: UpdateWork, device: torch.device) -> Targets:
-    """Per-target values of a micro-batch, in the order of its pack's targets."""
-    lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.long)
-    mask = torch.tensor([*chain.from_iterable(s.loss_mask for s in samples)], dtype=torch.bool)
-    if algorithm.needs_rollout_log_probs:
-        log_probs = torch.tensor([*chain.from_iterable(s.log_probs for s in samples)], dtype=torch.float32)
-    else:
-        log_probs = torch.zeros(mask.shape)
-    advantages = torch.repeat_interleave(_advantages(samples, algorithm), lengths)
-    weights = token_weights(
-        mask, lengths, loss_mean=algorithm.loss_mean, num_rollouts=work.num_rollouts, num_tokens=work.num_tokens
+def target_tensors(
+    samples: Sequence[TrainSample], advantages: Tensor, *, algorithm: Algorithm, work: UpdateWork, device: torch.device
+) -> Targets:
+    """Per-target values of a micro-batch, in the order of its pack's targets; `advantages` [targets] in that order too."""
+    mask, weights = loss_weights(samples, loss_mean=algorithm.loss_mean, loss_tokens=algorithm.loss_tokens, work=work)
+
+    def values(name: str, *, wanted: bool) -> Tensor | None:
+        rows = chain.from_iterable(getattr(s, name) for s in samples)
+        return torch.tensor([*rows], dtype=torch.float32).to(device) if wanted else None
+
+    rollout = values("log_probs", wanted=algorithm.needs_rollout_log_probs)
+    return Targets(
+        rollout_log_probs=torch.zeros(mask.shape, device=device) if rollout is None else rollout,
+        advantages=advantages.to(device),
+        mask=mask.to(device),
+        weights=weights.to(device),
+        sequences=Sequences.of([len(s.response_ids) for s in samples], device),
+        prompt_lengths=tuple(len(s.prompt_ids) for s in samples),
+        ref_log_probs=values("ref_log_probs", wanted=algorithm.needs_reference),
+        teacher_log_probs=values("teacher_log_probs", wanted=algorithm.needs_teacher),
     )
-    return Targets(log_probs.to(device), advantages.to(device), mask.to(device), weights.to(device))
 
 
-def _advantages(samples: Sequence[TrainSample], algorithm: Algorithm) -> Tensor:
-    """[samples] float32; groups of one size are handled together."""
-    result = torch.zeros(len(samples), dtype=torch.float32)
-    if not algorithm.needs_advantages:
-        return result
-    by_size: dict[int, list[int]] = {}
-    for index, sample in enumerate(samples):
-        by_size.setdefault(len(sample.group_rewards), []).append(index)
-    for indices in by_size.values():
-        rewards = torch.tensor([samples[i].reward for i in indices], dtype=torch.float64)
-        siblings = torch.tensor([samples[i].group_rewards for i in indices], dtype=torch.float64)
-        result[indices] = algorithm.advantages(rewards, siblings)
-    return result
+def loss_weights(
+    samples: Sequence[TrainSample], *, loss_mean: str, loss_tokens: int | None, work: UpdateWork
+) -> tuple[Tensor, Tensor]:
+    """Trained tokens [targets] bool and the weight of each target in the loss of the whole batch [targets] float32."""
+    mask = torch.tensor([*chain.from_iterable(s.loss_mask for s in samples)], dtype=torch.bool)
+    weights = token_weights(
+        mask,
+        torch.tensor([len(s.response_ids) for s in samples], dtype=torch.long),
+        loss_mean=loss_mean,
+        num_rollouts=work.num_rollouts,
+        num_tokens=work.num_tokens if loss_tokens is None else work.num_rollouts * loss_tokens,
+        rollout_tokens=torch.tensor([s.rollout_tokens for s in samples], dtype=torch.long),
+    )
+    return mask, weights
 
 
 def split_by_tokens(lengths: Sequence[int], cap: int) -> list[list[int]]:
@@ -161,8 +217,17 @@ def _problem(sample: TrainSample, algorithm: Algorithm) -> str | None:
         return "it has no prompt token to predict from"
     if len(sample.loss_mask) != size:
         return f"loss_mask has {len(sample.loss_mask)} entries for {size} response tokens"
-    if algorithm.needs_rollout_log_probs and len(sample.log_probs) != size:
-        return f"log_probs has {len(sample.log_probs)} entries for {size} response tokens"
+    for name, needed in _facts(algorithm):
+        if needed and len(getattr(sample, name)) != size:
+            return f"{name} has {len(getattr(sample, name))} entries for {size} response tokens"
     if algorithm.needs_advantages and sample.reward is None:
         return "it has no reward"
     return None
+
+
+def _facts(algorithm: Algorithm) -> Iterator[tuple[str, bool]]:
+    """Fields with a number for every response token, and whether the algorithm reads them."""
+    yield "log_probs", algorithm.needs_rollout_log_probs
+    yield "ref_log_probs", algorithm.needs_reference
+    yield "teacher_log_probs", algorithm.needs_teacher
+    yield "values", algorithm.needs_values

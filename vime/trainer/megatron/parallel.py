@@ -18,14 +18,16 @@ from torch._C._distributed_c10d import HashStore
 from vime.errors import TrainerError
 from vime.trainer.runtime import BindsSockets, DeviceRuntime
 from vime.trainer.setup import TrainerSetup
+from vime.weights.hosts import own_address
 
 
 @dataclass(frozen=True)
 class Axes:
     """This rank's place in the mesh and the process groups of its axes.
 
-    Inside a pipeline stage the ranks are laid out twice: as tp x dp for dense parameters, and as etp x ep x what is left for
-    experts, each axis before it varying faster.
+    Inside a pipeline stage the ranks are laid out twice: as tp x cp x dp for dense parameters, and as etp x ep x what is left
+    for experts, each axis before it varying faster. Ranks of one context-parallel group hold parts of the same sequences and
+    compute the same loss, so whatever is summed over samples is summed over `dp_group`, which leaves them out.
     """
 
     tp_rank: int
@@ -35,9 +37,12 @@ class Axes:
     dp_rank: int
     dp_size: int
     cp_rank: int
+    cp_size: int
+    vpp_size: int
     tp_group: Any
     pp_group: Any
     dp_group: Any
+    cp_group: Any
     ep_rank: int
     ep_size: int
     etp_rank: int
@@ -73,13 +78,13 @@ def check_parallel(setup: TrainerSetup) -> None:
             f"but the role has {setup.world} ranks",
             fix="make the product of the axes equal to the number of devices",
         )
-    if parallel.cp > 1:
-        raise TrainerError(f"the trainer does not support cp {parallel.cp}", fix="set cp to 1")
-    stage, experts = parallel.tp * parallel.dp, parallel.ep * parallel.etp
+    if parallel.vpp > 1 and parallel.pp == 1:
+        raise TrainerError(f"vpp {parallel.vpp} cuts pipeline stages, but pp is 1", fix="remove vpp, or use pp 2 or more")
+    stage, experts = parallel.tp * parallel.cp * parallel.dp, parallel.ep * parallel.etp
     if stage % experts:
         raise TrainerError(
-            f"ep {parallel.ep} x etp {parallel.etp} is {experts}, which does not divide tp {parallel.tp} x dp {parallel.dp} "
-            f"= {stage} ranks of a pipeline stage",
+            f"ep {parallel.ep} x etp {parallel.etp} is {experts}, which does not divide tp {parallel.tp} x cp {parallel.cp} x "
+            f"dp {parallel.dp} = {stage} ranks of a pipeline stage",
             fix=f"choose ep and etp whose product divides {stage}",
         )
     if parallel.etp > 1 and (parallel.ep > 1 or parallel.etp != parallel.tp):
@@ -98,7 +103,7 @@ def start_process_group(setup: TrainerSetup, runtime: DeviceRuntime) -> None:
     lies on the host.
     """
     timeout = timedelta(seconds=setup.collective.timeout_s)
-    _keep_to_loopback("127.0.0.1" if setup.world == 1 else setup.master_address, runtime)
+    _choose_interface("127.0.0.1" if setup.world == 1 else setup.master_address, runtime)
     if setup.world == 1:
         dist.init_process_group(setup.collective.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -126,6 +131,7 @@ def start_model_parallel(setup: TrainerSetup) -> Axes:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
@@ -140,9 +146,12 @@ def start_model_parallel(setup: TrainerSetup) -> Axes:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel.dp,
         cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel.cp,
+        vpp_size=parallel.vpp,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
-        dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        dp_group=parallel_state.get_data_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=parallel.ep,
         etp_rank=etp_group.rank(),
@@ -209,16 +218,15 @@ def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address and not address.startswith("[") else address
 
 
-def _keep_to_loopback(address: str, runtime: DeviceRuntime) -> None:
-    """Collectives of a single machine must not listen on its network."""
+def _choose_interface(address: str, runtime: DeviceRuntime) -> None:
+    """Host collectives go by the interface that leads to the first rank; those of a single machine stay off its network."""
+    own = own_address(address)
     try:
-        if not ipaddress.ip_address(address.strip("[]")).is_loopback:
-            return
+        loopback = ipaddress.ip_address(own.strip("[]")).is_loopback
     except ValueError:
-        if address != "localhost":
-            return
+        return
     for interface, addresses in psutil.net_if_addrs().items():
-        if any(a.address == "127.0.0.1" for a in addresses):
+        if any(a.address == own or (loopback and a.address == "127.0.0.1") for a in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            if isinstance(runtime, BindsSockets):
+            if loopback and isinstance(runtime, BindsSockets):
                 runtime.bind_sockets(interface)

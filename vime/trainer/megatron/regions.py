@@ -16,9 +16,9 @@ def tagged_tensors(wrapped: Any, optimizer: Any) -> dict[Tag, list[Tensor]]:
     With a distributed optimizer the parameters, their main copies in float32 training and the bucket views all alias
     `param_data`; main copies of lower precisions and the moments are the optimizer's own.
     """
-    buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
+    buffers = wrapped.buffers
     params = [b.param_data for b in buffers if b.param_data is not None]
-    params += [p.data for p in wrapped.module.parameters()]
+    params += [p.data for p in wrapped.parameters()]
     grads = [b.grad_data for b in buffers]
     taken = {_identity(t) for t in (*params, *grads)}
     own: list[Tensor] = []

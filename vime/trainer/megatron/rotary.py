@@ -7,6 +7,7 @@ arithmetic and its order are megatron-core's.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from vime.models.base import Llama3Scaling, Rotary
 
 POSITIONS = "vime_positions"
 """Attribute of `cu_seqlens` with every token's position [tokens], on the pack's device."""
@@ -40,17 +43,20 @@ def use_pack_tables() -> None:
 def make_packed_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap megatron-core's function for packed sequences.
 
-    A pack without positions and a rotation of another kind (interleaved, scaled) go to `original`.
+    Latent attention turns neighbouring entries: they are sorted into halves first, and may be scaled (`mscale`). A pack
+    without positions and a rotation of another kind go to `original`.
     """
     recent: deque[weakref.ref[Tensor]] = deque()
 
     def packed_rope(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **options: Any) -> Tensor:
         """t [tokens, heads, dim] -> the same shape, rotated by each token's position in its segment."""
-        if not hasattr(cu_seqlens, POSITIONS) or args or not _is_plain(options):
+        if not hasattr(cu_seqlens, POSITIONS) or args or any(v for name, v in options.items() if name not in _KNOWN):
             return original(t, cu_seqlens, freqs, *args, **options)
-        cosine, sine = _tables(cu_seqlens, freqs, t.dtype, recent)
+        cosine, sine = _tables(cu_seqlens, freqs, t.dtype, options.get("mscale", 1.0), recent)
         size = freqs.shape[-1]
         turned = t[..., :size]
+        if options.get("multi_latent_attention"):
+            turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
         first, second = turned.chunk(2, dim=-1)
         turned = (turned * cosine) + (torch.cat((-second, first), dim=-1) * sine)
         return turned if size == t.shape[-1] else torch.cat((turned, t[..., size:]), dim=-1)
@@ -59,19 +65,43 @@ def make_packed_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return packed_rope
 
 
-def _is_plain(options: dict[str, Any]) -> bool:
-    variants = (value for name, value in options.items() if name not in ("mscale", "cp_group"))
-    return not any(variants) and options.get("mscale", 1.0) == 1.0
+_KNOWN = {"multi_latent_attention", "mscale", "cp_group"}
+"""Options that are followed here; with any other that is set, the rotation is of another kind."""
 
 
-def _tables(cu_seqlens: Tensor, freqs: Tensor, dtype: torch.dtype, recent: deque[weakref.ref[Tensor]]) -> tuple[Tensor, Tensor]:
+def _tables(
+    cu_seqlens: Tensor, freqs: Tensor, dtype: torch.dtype, mscale: float, recent: deque[weakref.ref[Tensor]]
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine [tokens, 1, size] of a pack. freqs [longest, 1, 1, size]."""
     kept: tuple[Tensor, Tensor] | None = getattr(cu_seqlens, _TABLES, None)
     if kept is None or kept[0].dtype != dtype:
         angles = freqs[:, 0].index_select(0, getattr(cu_seqlens, POSITIONS))
-        kept = (torch.cos(angles).to(dtype), torch.sin(angles).to(dtype))
+        cosine, sine = torch.cos(angles), torch.sin(angles)
+        if mscale != 1.0:
+            cosine, sine = cosine * mscale, sine * mscale
+        kept = (cosine.to(dtype), sine.to(dtype))
         setattr(cu_seqlens, _TABLES, kept)
         recent.append(weakref.ref(cu_seqlens))
         if len(recent) > KEPT_TABLES and (oldest := recent.popleft()()) is not None and oldest is not cu_seqlens:
             vars(oldest).pop(_TABLES, None)
     return kept
+
+
+def scale_frequencies(bare: Any, rotary: Rotary) -> None:
+    """Let a model's rotary embedding turn by the family's frequencies; megatron-core takes but one number of Llama 3's.
+
+    YaRN is megatron-core's own, by its config.
+    """
+    if isinstance(rotary.scaling, Llama3Scaling):
+        embedding = bare.rotary_pos_emb
+        embedding.inv_freq = llama3_frequencies(embedding.inv_freq, rotary.scaling)
+
+
+def llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """[size] -> [size]; the arithmetic and its order are those of transformers."""
+    slowest, fastest = scaling.positions / scaling.low, scaling.positions / scaling.high
+    wavelength = 2 * math.pi / frequencies
+    scaled = torch.where(wavelength > slowest, frequencies / scaling.factor, frequencies)
+    share = (scaling.positions / wavelength - scaling.low) / (scaling.high - scaling.low)
+    blended = (1 - share) * scaled / scaling.factor + share * scaled
+    return torch.where((wavelength >= fastest) & (wavelength <= slowest), blended, scaled)

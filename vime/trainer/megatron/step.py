@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,121 +13,61 @@ from torch import Tensor
 
 from vime.algorithms.base import Algorithm, LossSums, TokenBatch
 from vime.errors import TrainerError
-from vime.trainer.megatron.logprobs import Head, HeadScores, score_rows
+from vime.trainer.megatron.logprobs import HeadScores
 from vime.trainer.megatron.model import Model
-from vime.trainer.megatron.packing import ALIGNMENT, Pack, PackShape, Targets, make_pack
+from vime.trainer.megatron.packing import Pack, Targets
 from vime.trainer.megatron.parallel import Axes
-
-Job = tuple[Pack, "MicroBatch | None"]
+from vime.trainer.megatron.pipeline import Scoring
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch's targets; `old_log_probs` [targets] where the algorithm recomputes them, on the last stage."""
+    """A micro-batch's targets; `old_log_probs` [targets] on the last stage where they come from a pass of their own.
+
+    Without such a pass the forward pass of the update gives them: no weight has changed before the step's first one.
+    """
 
     targets: Targets
     old_log_probs: Tensor | None = None
 
 
-class Passes:
-    """Runs packs through the pipeline schedule of megatron-core."""
+class Passes(Scoring):
+    """The policy's passes: log-probs, and the algorithm's loss over them."""
 
     def __init__(
         self, model: Model, wrapped: Any, *, axes: Axes, algorithm: Algorithm, temperature: float, chunk_rows: int
     ) -> None:
-        self._model, self._wrapped, self._axes = model, wrapped, axes
+        super().__init__(model, wrapped, axes=axes, chunk_rows=chunk_rows)
         self._algorithm = algorithm
-        self._temperature, self._chunk_rows = temperature, chunk_rows
-        self._shape = PackShape(ALIGNMENT * axes.tp_size, model.shape.vocab, next(model.bare.parameters()).device)
+        self._temperature = temperature
 
     def train(self, jobs: Sequence[tuple[Pack, MicroBatch]]) -> list[LossSums]:
         """Forward and backward; gradients end up reduced over all ranks. Sums of each micro-batch on the last stage."""
-        self._wrapped.train()
-        return self._run(jobs, self._train_step, forward_only=False)
 
-    @torch.no_grad()
-    def score(self, packs: Sequence[Pack], *, temperature: float, greedy: bool = False) -> list[HeadScores]:
-        """Forward alone. HeadScores of each pack on the last stage, nothing elsewhere."""
-        self._wrapped.eval()
-        todo = [*packs, *[make_pack([], [], self._shape)] * self._missing(len(packs))]
+        def loss(hidden: Tensor, pack: Pack, batch: MicroBatch) -> LossSums:
+            return self._loss(self._scores(hidden, pack, temperature=self._temperature), batch)
 
-        def forward_step(jobs: Iterator[Job], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            pack, _ = next(jobs)
-            output = self._forward(module, pack)
-
-            def finish(hidden: Tensor) -> tuple[Tensor, Tensor, HeadScores]:
-                scores = self._scores(hidden, pack, temperature=temperature, greedy=greedy)
-                return hidden.new_zeros(()), torch.zeros((), dtype=torch.int, device=hidden.device), scores
-
-            return output, finish
-
-        return self._run([(pack, None) for pack in todo], forward_step, forward_only=True)[: len(packs)]
-
-    def _missing(self, packs: int) -> int:
-        """Packs of padding that this rank adds where others have more: a layer of experts takes all ranks at once."""
-        if not self._model.shape.experts or self._axes.dp_size == 1:
-            return 0
-        most = torch.tensor(packs)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._axes.dp_group)
-        return int(most) - packs
-
-    def _train_step(self, jobs: Iterator[Any], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        pack, micro_batch = next(jobs)
-        output = self._forward(module, pack)
-
-        def finish(hidden: Tensor) -> tuple[Tensor, Tensor, LossSums]:
-            sums = self._loss(self._scores(hidden, pack, temperature=self._temperature), micro_batch)
-            return sums.loss, torch.zeros((), dtype=torch.int, device=sums.loss.device), sums
-
-        return output, finish
-
-    def _forward(self, module: Any, pack: Pack) -> Tensor:
-        if self._model.select is not None:
-            self._model.select.rows = pack.rows
-        options: dict[str, Any] = {"fp32_output": False} if self._model.config.bf16 else {}
-        return module(pack.ids, pack.positions, None, packed_seq_params=pack.params, **options)
-
-    def _scores(self, hidden: Tensor, pack: Pack, *, temperature: float, greedy: bool = False) -> HeadScores:
-        """hidden [1, targets, hidden] of the rows that predict the pack's targets."""
-        head = Head(
-            self._model.head_weight,
-            vocab=self._model.shape.vocab,
-            temperature=temperature,
-            chunk_rows=self._chunk_rows,
-            group=self._axes.tp_group,
-        )
-        return score_rows(hidden.view(-1, hidden.shape[-1]), pack.targets, head, greedy=greedy)
+        return self.learn(jobs, loss)
 
     def _loss(self, scores: HeadScores, micro_batch: MicroBatch) -> LossSums:
-        targets = micro_batch.targets
-        old = targets.rollout_log_probs if micro_batch.old_log_probs is None else micro_batch.old_log_probs
-        return self._algorithm.loss(
+        targets, algorithm = micro_batch.targets, self._algorithm
+        policy = scores.log_probs.detach() if micro_batch.old_log_probs is None else micro_batch.old_log_probs
+        return algorithm.loss(
             TokenBatch(
                 log_probs=scores.log_probs,
-                entropy=scores.entropy if self._algorithm.needs_entropy_gradient else scores.entropy.detach(),
-                old_log_probs=old,
+                entropy=scores.entropy if algorithm.needs_entropy_gradient else scores.entropy.detach(),
+                old_log_probs=policy if algorithm.needs_old_log_probs else targets.rollout_log_probs,
+                policy_log_probs=policy,
                 rollout_log_probs=targets.rollout_log_probs,
                 advantages=targets.advantages,
                 mask=targets.mask,
                 weights=targets.weights,
+                sequences=targets.sequences,
+                ref_log_probs=targets.ref_log_probs,
+                teacher_log_probs=targets.teacher_log_probs,
+                prompt_lengths=targets.prompt_lengths,
             )
         )
-
-    def _run(self, jobs: Sequence[Any], forward_step: Callable[..., Any], *, forward_only: bool) -> list[Any]:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        if not jobs:
-            return []
-        results = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(jobs),
-            model=[self._wrapped],
-            num_microbatches=len(jobs),
-            seq_length=max(pack.ids.shape[1] for pack, _ in jobs),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-        return results if self._axes.is_last_stage else []
 
 
 def finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
@@ -145,6 +85,12 @@ class Totals:
     token_means: Mapping[str, float]
     token_maxima: Mapping[str, float]
     tokens: int
+    sequence_means: Mapping[str, float]
+
+    @property
+    def named(self) -> dict[str, float]:
+        """All but the count."""
+        return {**self.weighted, **self.token_means, **self.sequence_means, **self.token_maxima}
 
 
 def reduce_sums(parts: Sequence[LossSums], *, axes: Axes, like: LossSums) -> Totals:
@@ -154,8 +100,7 @@ def reduce_sums(parts: Sequence[LossSums], *, axes: Axes, like: LossSums) -> Tot
     `like` gives the names, which a stage without a loss does not see. Raises TrainerError on every rank when the loss is
     not finite.
     """
-    weighted, token_sums, maxima = tuple(like.weighted), tuple(like.token_sums), tuple(like.token_maxima)
-    width = 1 + len(weighted) + len(token_sums)
+    maxima, width = tuple(like.token_maxima), 2 + len(like.weighted) + len(like.token_sums) + len(like.sequence_sums)
     sums, highest = torch.zeros(width, dtype=torch.float64), torch.zeros(len(maxima), dtype=torch.float64)
     for row in torch.stack([_row(part, like) for part in parts]).cpu() if parts else ():
         sums += row[:width]
@@ -168,10 +113,12 @@ def reduce_sums(parts: Sequence[LossSums], *, axes: Axes, like: LossSums) -> Tot
         packed = torch.cat([sums, highest])
         dist.broadcast(packed, src=axes.last_stage_rank, group=axes.pp_group)
         sums, highest = packed[:width], packed[width:]
-    tokens, *values = sums.tolist()
+    tokens, sequences, *values = sums.tolist()
+    left = iter(values)
     totals = Totals(
-        weighted=dict(zip(weighted, values[: len(weighted)], strict=True)),
-        token_means={n: v / max(tokens, 1.0) for n, v in zip(token_sums, values[len(weighted) :], strict=True)},
+        weighted={name: next(left) for name in like.weighted},
+        token_means={name: next(left) / max(tokens, 1.0) for name in like.token_sums},
+        sequence_means={name: next(left) / max(sequences, 1.0) for name in like.sequence_sums},
         token_maxima=dict(zip(maxima, highest.tolist(), strict=True)),
         tokens=int(tokens),
     )
@@ -183,6 +130,12 @@ def reduce_sums(parts: Sequence[LossSums], *, axes: Axes, like: LossSums) -> Tot
 
 
 def _row(part: LossSums, like: LossSums) -> Tensor:
-    """A micro-batch's numbers [tokens, weighted, token sums, maxima] in the order of `like`."""
-    values = [part.tokens, *(part.weighted[n] for n in like.weighted), *(part.token_sums[n] for n in like.token_sums)]
-    return torch.stack([value.double() for value in (*values, *(part.token_maxima[n] for n in like.token_maxima))])
+    """A micro-batch's numbers [tokens, sequences, weighted, token sums, sequence sums, maxima] in the order of `like`."""
+    pairs = (
+        (part.weighted, like.weighted),
+        (part.token_sums, like.token_sums),
+        (part.sequence_sums, like.sequence_sums),
+        (part.token_maxima, like.token_maxima),
+    )
+    values = [part.tokens, part.sequences, *(found[name] for found, names in pairs for name in names)]
+    return torch.stack([value.to(part.loss.device, torch.float64) for value in values])

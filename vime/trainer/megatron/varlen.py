@@ -22,6 +22,16 @@ FLASH_MAX_HEAD_DIM = 256
 FLASH_HEAD_DIM_MULTIPLE = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Running sums of the segments' queries and keys, from 0 [segments + 1] int32, and the longest of each."""
+
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+
+
 @dataclass(frozen=True)
 class AdaptedKernel:
     """A kernel and what has to be done for it, because releases of torch differ in what they take.
@@ -35,8 +45,11 @@ class AdaptedKernel:
     repeats: bool
     scales: bool
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
-        """query [tokens, heads, dim], key and value [tokens, groups, dim], ends [segments + 1] int32 -> like query."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+        """query [tokens, heads, dim], key and value [keys, groups, dim] -> like query, with the values' last dim.
+
+        Where a segment has more keys than queries, its last query sees all of them.
+        """
         options = dict(self.causal)
         if query.shape[1] != key.shape[1]:
             if self.repeats:
@@ -47,7 +60,8 @@ class AdaptedKernel:
             options["scale"] = scale
         elif not math.isclose(factor := scale * math.sqrt(query.shape[-1]), 1.0):
             query = query * factor
-        out = self.kernel(query, key, value, ends, ends, longest, longest, **options)
+        ends, longest = (segments.query_ends, segments.key_ends), (segments.longest_query, segments.longest_key)
+        out = self.kernel(query, key, value, *ends, *longest, **options)
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -83,12 +97,15 @@ class VarlenCoreAttention(torch.nn.Module):
     """Causal attention with grouped queries over packed segments (THD); stands in for megatron-core's own.
 
     Takes the arguments of megatron-core's `DotProductAttention`; dropout is not supported. `kernel` replaces torch's, which
-    has no implementation for a host and takes 16-bit types alone. The longest segment is read from the pack, where it is a
+    has no implementation for a host and takes 16-bit types alone. Where ranks share sequences (`packed_seq_params.context`),
+    keys and values are gathered first. The longest segment is read from the pack, where it is a
     plain number, so that no layer waits for the device.
     """
 
     dtype_names = tuple(str(dtype).removeprefix("torch.") for dtype in FLASH_DTYPES)
     """What torch's kernel takes, by torch's short names."""
+    splits_sequences = True
+    """Ranks may share sequences (`packed_seq_params.context`)."""
 
     def __init__(
         self,
@@ -100,8 +117,6 @@ class VarlenCoreAttention(torch.nn.Module):
         **_kwargs: Any,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise TrainerError("variable-length attention does not split sequences", fix="set the trainer's cp to 1")
         if getattr(config, "attention_dropout", 0.0):
             raise TrainerError("variable-length attention has no dropout", fix="set attention_dropout to 0")
         self._scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
@@ -121,8 +136,15 @@ class VarlenCoreAttention(torch.nn.Module):
             raise TrainerError("variable-length attention does not share prompts", fix="pack every sample with its prompt")
         if self._is_torchs:
             _check_dtype(query.dtype)
-        ends = packed_seq_params.cu_seqlens_q
-        out = self._kernel(query, key, value, ends, _longest(packed_seq_params), self._scale)
+        context = getattr(packed_seq_params, "context", None)
+        if context is not None:
+            key, value = context.gathered(key, value)
+            longest = max(context.query_lengths), max(context.key_lengths)
+            segments = Segments(context.query_ends, context.key_ends, *longest)
+        else:
+            ends, longest = packed_seq_params.cu_seqlens_q, _longest(packed_seq_params)
+            segments = Segments(ends, ends, longest, longest)
+        out = self._kernel(query, key, value, segments, self._scale)
         return out.reshape(query.shape[0], -1)
 
 

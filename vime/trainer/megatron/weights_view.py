@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +15,23 @@ from torch import Tensor
 
 from vime.errors import ConfigError
 from vime.facts.model import ModelShape
-from vime.models.base import Join, NameRow
+from vime.models.base import Join, NameRow, NameTable
+from vime.trainer.megatron.folders import CarriedTensors, FolderWriter, TensorSource, write_small_files
 from vime.trainer.megatron.model import Model
 from vime.trainer.megatron.parallel import Axes
 from vime.weights.manifest import build_manifest
 from vime.weights.transports.base import Manifest, TensorSpec
 
-TensorSource = Callable[[str, tuple[int, ...]], Tensor]
-"""(Hugging Face name, full shape) -> tensor."""
-
-MAX_SHARD_BYTES = 4 * 2**30
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
-
 
 @dataclass(frozen=True)
 class Entry:
-    """One local parameter: its row, Hugging Face names and the full shapes behind them. `is_copy`: held elsewhere too.
+    """One local parameter or buffer: its name here, row, Hugging Face names and the full shapes behind them.
 
-    `groups` are the names that this place in the model stands for on each expert-parallel rank: one expert's a rank, or
-    `names` alone for a parameter that is no expert's.
+    `is_copy`: it is held elsewhere too. `groups` are the names that this place in the model stands for on each
+    expert-parallel rank: one expert's a rank, or `names` alone for a parameter that is no expert's.
     """
 
+    local_name: str
     param: Tensor
     row: NameRow
     names: tuple[str, ...]
@@ -59,15 +53,19 @@ class WeightsView:
         from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
         table, shape = self._model.family.table, self._model.shape
-        offset = get_transformer_layer_offset(self._model.config)
         each, entries = shape.experts // self._axes.ep_size, []
-        for name, param in self._model.bare.named_parameters():
+        pieces = [
+            (get_transformer_layer_offset(self._model.config, getattr(bare, "vp_stage", None)), name, param)
+            for bare in self._model.chunks
+            for name, param in _named_tensors(bare, table)
+        ]
+        for offset, name, param in pieces:
             row, _ = table.to_hf(name)
             ranks = range(self._axes.ep_size) if row.is_expert else range(1)
             groups = tuple(table.to_hf(name, layer_offset=offset, expert_offset=each * rank)[1] for rank in ranks)
             names = groups[self._axes.ep_rank if row.is_expert else 0]
             is_copy = shape.tied_embeddings and names[0] in table.tied
-            entries.append(Entry(param, row, names, self._full_shapes(param, row), is_copy, groups))
+            entries.append(Entry(name, param, row, names, self._full_shapes(param, row), is_copy, groups))
         return entries
 
     def _split(self, row: NameRow) -> tuple[int, int, Any]:
@@ -89,16 +87,24 @@ class WeightsView:
     @torch.no_grad()
     def load(self, source: TensorSource) -> None:
         """Fill every local parameter from full tensors. Raises ConfigError for a tensor of another shape."""
-        tied = self._model.family.table.tied
         for entry in self.entries():
-            parts = []
-            for name, expected in zip(entry.names, entry.shapes, strict=True):
-                name = tied[name] if entry.is_copy else name
-                part = source(name, expected)
-                if tuple(part.shape) != expected:
-                    raise ConfigError(f"{name} has shape {tuple(part.shape)}, config.json implies {expected}")
-                parts.append(part)
-            entry.param.data.copy_(self._shard(_joined(parts, entry.row.join, self._model.shape), entry))
+            entry.param.data.copy_(self.shard_of(entry, source))
+
+    def shard_of(self, entry: Entry, source: TensorSource) -> Tensor:
+        """This rank's part of a parameter, from full tensors. Raises ConfigError for a tensor of another shape."""
+        tied, parts = self._model.family.table.tied, []
+        for name, expected in zip(entry.names, entry.shapes, strict=True):
+            name = tied[name] if entry.is_copy else name
+            part = source(name, expected)
+            if tuple(part.shape) != expected:
+                raise ConfigError(f"{name} has shape {tuple(part.shape)}, config.json implies {expected}")
+            parts.append(part)
+        return self._shard(_joined(parts, entry.row.join, self._model.shape), entry)
+
+    def parts_of(self, entry: Entry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of the Hugging Face parts of a parameter that this rank holds whole."""
+        whole = whole[: self._model.shape.vocab] if entry.row.is_vocab else whole
+        yield from zip(entry.names, _parted(whole, entry.row.join, entry.shapes, self._model.shape), strict=True)
 
     def _shard(self, full: Tensor, entry: Entry) -> Tensor:
         """This rank's part of a joined tensor; vocabulary rows are padded with zeros first."""
@@ -216,62 +222,29 @@ class WeightsView:
     def save_hf(self, directory: Path, *, model_path: Path, dtype: str) -> None:
         """Write a Hugging Face folder: safetensors, config.json, and the tokenizer and other small files as they are.
 
-        A collective over all ranks; rank 0 writes.
+        Layers for multi-token prediction that `model_path` holds go along as they are. A collective over all ranks; rank 0
+        writes.
         """
-        from safetensors.torch import save_file
-
-        files = _shard_names(self.manifest())
-        sizes, pending = Counter(files.values()), dict[str, dict[str, Tensor]]()
+        manifest, tensors = self.manifest(), self.on_first_rank()
         if dist.get_rank() == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-        for name, tensor in self.on_first_rank():
-            file = files[name]
-            pending.setdefault(file, {})[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            if len(pending[file]) == sizes[file]:
-                save_file(pending.pop(file), directory / file, metadata={"format": "pt"})
-        if dist.get_rank() == 0:
-            _write_small_files(directory, model_path, hf_config={**self._model.hf_config}, dtype=dtype)
-            if len(set(files.values())) > 1:
-                index = {"metadata": {"total_size": sum(t.nbytes for t in self.manifest().tensors)}, "weight_map": files}
-                (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            carried = CarriedTensors(model_path, self._model.shape)
+            writer = FolderWriter(directory, {spec.name: spec.nbytes for spec in manifest.tensors} | carried.sizes())
+            for name, tensor in chain(tensors, carried.read()):
+                writer.put(name, tensor)
+            writer.finish()
+            write_small_files(directory, model_path, hf_config={**self._model.hf_config}, dtype=dtype)
+        else:
+            deque(tensors, maxlen=0)
         dist.barrier()
 
 
-def folder_source(model_dir: Path) -> TensorSource:
-    """Read tensors from the safetensors of a folder. Raises ConfigError for a missing file or tensor."""
-    from safetensors import safe_open
-
-    index = model_dir / "model.safetensors.index.json"
-    where: dict[str, str] = {}
-    if index.is_file():
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    paths = sorted({model_dir / file for file in where.values()} or model_dir.glob("*.safetensors"))
-    if not paths or not all(path.is_file() for path in paths):
-        raise ConfigError(f"{model_dir} lacks its safetensors", fix="set model.path to a complete model folder")
-    files: dict[str, Any] = {}
-    for path in paths:
-        opened: Any = safe_open(path, framework="pt")
-        files.update(dict.fromkeys(opened.keys(), opened))
-
-    def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in files:
-            raise ConfigError(f"{model_dir} has no tensor {name}", fix="set model.path to a complete model folder")
-        return files[name].get_tensor(name)
-
-    return read
-
-
-def drawn_source(seed: int, *, std: float) -> TensorSource:
-    """Draw tensors: ones for vectors (norms), else normal with deviation `std`. Layouts do not change what is drawn."""
-
-    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape)
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return torch.randn(shape, generator=generator) * std
-
-    return draw
+def _named_tensors(bare: Any, table: NameTable) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers that a checkpoint holds; other buffers are the module's own."""
+    yield from bare.named_parameters()
+    kept = [row.pattern for row in table.rows if row.is_buffer]
+    for name, buffer in bare.named_buffers():
+        if any(pattern.match(name) for pattern in kept):
+            yield name, buffer
 
 
 def _part_rows(join: Join, rows: int, shape: ModelShape) -> tuple[int, ...]:
@@ -302,27 +275,3 @@ def _parted(whole: Tensor, join: Join, shapes: tuple[tuple[int, ...], ...], shap
     grouped = whole.reshape(shape.kv_heads, -1, *whole.shape[1:])
     rows = [part[0] // shape.kv_heads for part in shapes]
     return [part.reshape(size) for part, size in zip(grouped.split(rows, dim=1), shapes, strict=True)]
-
-
-def _shard_names(manifest: Manifest) -> dict[str, str]:
-    """File of every tensor: in order, cut at `MAX_SHARD_BYTES`."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for spec in manifest.tensors:
-        if used and used + spec.nbytes > MAX_SHARD_BYTES:
-            shards.append([])
-            used = 0
-        shards[-1].append(spec.name)
-        used += spec.nbytes
-    if len(shards) == 1:
-        return dict.fromkeys(shards[0], "model.safetensors")
-    return {name: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, names in enumerate(shards, 1) for name in names}
-
-
-def _write_small_files(directory: Path, model_path: Path, *, hf_config: dict[str, Any], dtype: str) -> None:
-    for path in model_path.iterdir():
-        if path.is_file() and path.name != "config.json" and not path.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(path, directory / path.name)
-    key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
-    config = {**hf_config, key: dtype}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
