@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from vime.compat.refused_flags import REFUSED as REFUSED
 from vime.errors import ConfigError
 
 
@@ -23,15 +25,11 @@ def switch(path: str, value: object) -> Flag:
     return Flag(path, 0, lambda _: value)
 
 
-def only(path: str, known: Mapping[str, object]) -> Flag:
-    """A flag of which vime has some values."""
-
-    def convert(text: str) -> object:
-        if text not in known:
-            raise ConfigError(f"{text!r} is not there", fix=f"use one of {', '.join(known)}")
-        return known[text]
-
-    return Flag(path, 1, convert)
+def _folder(text: str) -> str:
+    """A Hugging Face folder; slime's own scripts give one of Megatron's checkpoints."""
+    if (Path(text) / "latest_checkpointed_iteration.txt").exists():
+        raise ConfigError(f"{text} is a checkpoint of Megatron", fix="give the Hugging Face folder that it was made from")
+    return text
 
 
 def _chunk(text: str) -> object:
@@ -39,11 +37,11 @@ def _chunk(text: str) -> object:
     return 2**31 if text == "-1" else text
 
 
-ESTIMATORS = ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo")
-
 FLAGS: Mapping[str, Flag] = {
     # run and model
     "hf-checkpoint": Flag("model.path"),
+    "ref-load": Flag("model.reference", 1, _folder),
+    "critic-load": Flag("model.critic", 1, _folder),
     "save": Flag("run.dir"),
     "seed": Flag("run.seed"),
     "rollout-seed": Flag("run.seed"),
@@ -51,6 +49,7 @@ FLAGS: Mapping[str, Flag] = {
     "fp16": switch("model.dtype", "float16"),
     "platform": Flag("platform"),
     "topology": Flag("topology"),
+    "ray-address": Flag("cluster.address"),
     "vllm-enable-deterministic-inference": switch("run.deterministic", True),
     # data
     "prompt-data": Flag("data.path"),
@@ -59,6 +58,7 @@ FLAGS: Mapping[str, Flag] = {
     "metadata-key": Flag("data.metadata_key"),
     "apply-chat-template": switch("data.template", "chat"),
     "rollout-shuffle": switch("data.shuffle", True),
+    "no-rollout-shuffle": switch("data.shuffle", False),
     "rollout-max-prompt-len": Flag("data.max_prompt_tokens"),
     # rollout
     "rollout-function-path": Flag("rollout.function"),
@@ -76,7 +76,6 @@ FLAGS: Mapping[str, Flag] = {
     "custom-rm-path": Flag("reward.kind"),
     "reward-key": Flag("reward.key"),
     # algorithm
-    "advantage-estimator": only("algorithm.kind", {name: name for name in ESTIMATORS}),
     "eps-clip": Flag("algorithm.clip_low"),
     "eps-clip-high": Flag("algorithm.clip_high"),
     "eps-clip-c": Flag("algorithm.dual_clip"),
@@ -84,6 +83,9 @@ FLAGS: Mapping[str, Flag] = {
     "gamma": Flag("algorithm.gamma"),
     "lambd": Flag("algorithm.lam"),
     "normalize-advantages": switch("algorithm.whiten", True),
+    "no-normalize-advantages": switch("algorithm.whiten", False),
+    "critic-lr": Flag("algorithm.critic.optimizer.lr"),
+    "critic-lr-warmup-iters": Flag("algorithm.critic.optimizer.warmup_steps"),
     "custom-advantage-function-path": Flag("algorithm.advantage_function"),
     "custom-loss-function-path": Flag("algorithm.loss_function"),
     "custom-tis-function-path": Flag("algorithm.correction.function"),
@@ -91,6 +93,7 @@ FLAGS: Mapping[str, Flag] = {
     "calculate-per-token-loss": switch("algorithm.loss_mean", "token"),
     "disable-grpo-std-normalization": switch("algorithm.normalize_std", False),
     "use-rollout-logprobs": switch("algorithm.old_log_probs", "rollout"),
+    "old-log-probs": Flag("algorithm.old_log_probs"),
     # trainer
     "lr": Flag("trainer.optimizer.lr"),
     "min-lr": Flag("trainer.optimizer.min_lr"),
@@ -104,14 +107,30 @@ FLAGS: Mapping[str, Flag] = {
     "log-probs-chunk-size": Flag("trainer.log_prob_chunk_tokens", 1, _chunk),
     "num-steps-per-rollout": Flag("trainer.updates_per_step"),
     "recompute-granularity": Flag("trainer.recompute"),
+    "overlap-grad-reduce": switch("trainer.overlap", True),
+    "overlap-param-gather": switch("trainer.overlap", True),
     # schedule, checkpoints, evaluation, observation
     "num-rollout": Flag("schedule.num_steps"),
     "save-interval": Flag("checkpoint.every"),
     "eval-interval": Flag("evaluation.every"),
     "skip-eval-before-train": switch("evaluation.at_start", False),
+    "in-flight-updates": switch("weights.update", "in_flight"),
     "vllm-weight-transfer-timeout-sec": Flag("weights.timeout_s"),
     "use-tensorboard": switch("observe.tensorboard", True),
 }
+
+OWN = frozenset(
+    {
+        "platform",
+        "topology",
+        "ray-address",
+        "old-log-probs",
+        "in-flight-updates",
+        "no-rollout-shuffle",
+        "no-normalize-advantages",
+    }
+)
+"""Flags of `FLAGS` that slime does not have: for settings that its flags cannot say."""
 
 COMBINED: Mapping[str, int | str] = {
     "adam-beta1": 1,
@@ -128,6 +147,8 @@ COMBINED: Mapping[str, int | str] = {
 CLUSTER: Mapping[str, int | str] = {
     "actor-num-nodes": 1,
     "actor-num-gpus-per-node": 1,
+    "critic-num-nodes": 1,
+    "critic-num-gpus-per-node": 1,
     "num-gpus-per-node": 1,
     "rollout-num-gpus": 1,
     "rollout-num-gpus-per-engine": 1,
@@ -158,6 +179,7 @@ NOTHING_TO_DO: Mapping[str, int | str] = {
     "use-fault-tolerance": 0,
     "vllm-weight-sync-packed": 0,
     "get-mismatch-metrics": 0,
+    "rollout-skip-special-tokens": 0,
 }
 """What vime always does, or what has no effect without a part that is refused."""
 
@@ -200,44 +222,3 @@ ONLY_VALUES: Mapping[str, Mapping[str, str]] = {
     "n-samples-per-eval-prompt": {"1": "one answer a question and mode; see `modes` of an evaluation set"},
 }
 """Flags of which one value is what vime does anyway."""
-
-_LORA = "vime trains full weights only: merge the adapter into the model and give its folder as --hf-checkpoint"
-_IMAGES = "vime trains text models only: leave image columns out"
-_REFERENCE = "the reference is the initial policy of --hf-checkpoint; for another one write `model.reference` in a run file"
-_RESUME = "vime resumes a run from its own folder: `vime run RUN.yaml --resume`"
-_TEACHER = "write `algorithm: {kind: distill}` and `model.teacher` in a run file"
-_NO_FILTER = "write a rollout function and give it as --rollout-function-path"
-_OBSERVE = "metrics go to metrics.jsonl and TensorBoard in the run's folder"
-
-REFUSED: Mapping[str, str] = {
-    "load": _RESUME,
-    "start-rollout-id": _RESUME,
-    "ref-load": _REFERENCE,
-    "ref-ckpt-step": _REFERENCE,
-    "ref-update-interval": "the reference stays as it is: leave it out",
-    "lora-rank": _LORA,
-    "lora-alpha": _LORA,
-    "lora-target-modules": _LORA,
-    "use-lora": _LORA,
-    "multimodal-keys": _IMAGES,
-    "use-opd": _TEACHER,
-    "opd-type": _TEACHER,
-    "partial-rollout": "unfinished groups are not continued yet; leave it out",
-    "over-sampling-batch-size": "dropped groups are replaced one by one; leave it out",
-    "num-epoch": "say how many steps: --num-rollout",
-    "custom-generate-function-path": _NO_FILTER,
-    "buffer-filter-path": _NO_FILTER,
-    "group-rm": "a grader sees one sample; score groups in a rollout function",
-    "rm-url": "write a grader `module:callable` that asks the server, and give it as --custom-rm-path",
-    "use-routing-replay": "there is no routing replay yet; leave it out",
-    "use-rollout-routing-replay": "there is no routing replay yet; leave it out",
-    "prefill-num-servers": "there is no split of prefill and decode yet; leave it out",
-    "rollout-external-engine-addrs": "vime starts its engines itself; leave it out",
-    "vllm-config": "write the engines into a topology: --topology FILE",
-    "vllm-server-concurrency": "bound an engine's requests with --vllm-max-num-seqs",
-    "debug-rollout-only": "leave it out; `vime plan` shows a run without starting it",
-    "debug-train-only": "use --loss-type sft_loss to train without sampling",
-    "use-wandb": _OBSERVE,
-    "custom-config-path": "give the values in a run file: `vime run FILE`",
-    "megatron-config-path": "give the values in a run file, under `trainer.megatron`",
-}

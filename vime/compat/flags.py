@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vime.compat import flag_table as table
-from vime.compat.algorithm_flags import ALGORITHM, algorithm_settings
-from vime.compat.cluster_flags import topology_from
+from vime.compat.algorithm_flags import ALGORITHM, algorithm_settings, tasks_of
+from vime.compat.cluster_flags import shared_topology, topology_from
 from vime.config.manifest import Argument, manifest_of
 from vime.errors import ConfigError, Errors, VimeError
 from vime.yamltree import nearest, parse, plain
@@ -54,6 +54,11 @@ def known_flags() -> tuple[str, ...]:
     """Every flag with a meaning here, pass-through names left out."""
     tables = (table.FLAGS, table.COMBINED, ALGORITHM, table.CLUSTER, table.NOTHING_TO_DO, table.SHAPE, table.ONLY_VALUES)
     return tuple(sorted({name for part in tables for name in part}))
+
+
+def has_answer(name: str) -> bool:
+    """Whether a flag is known, refused with a reason, or another package's."""
+    return name in known_flags() or name in table.REFUSED or _pass_through(name) is not None
 
 
 # ---- words
@@ -165,22 +170,27 @@ class _Tree:
     def combine(self, given: Sequence[Given]) -> None:
         """Flags that make sense only together."""
         by_name = {flag.name: flag for flag in given if flag.words or _plain_arity(flag.name) == 0}
-        for step in (_betas, _clip, _updates, _evaluation, _algorithm):
+        for step in (_betas, _clip, _updates, _evaluation, _algorithm, _critic):
             for path, value, flag in step(by_name, self):
                 self.set(path, value, flag)
+        self._topology(by_name)
+
+    def _topology(self, by_name: Mapping[str, Given]) -> None:
+        """From the flags of nodes and sizes; without them, one node with the roles that the algorithm reads."""
         cluster = {name: flag for name, flag in by_name.items() if name in table.CLUSTER}
-        if cluster:
+        words = {name: flag.words for name, flag in by_name.items()}
+        tasks = tasks_of(words)
+        if cluster and "topology" in self.sources:
+            listed = ", ".join(f"--{name}" for name in cluster)
+            self.fail(by_name["topology"], f"the topology says what {listed} say", "keep one of the two")
+        elif cluster:
             first = next(iter(cluster.values()))
             try:
-                topology = topology_from({name: flag.words for name, flag in cluster.items()})
+                self.set("topology", topology_from({name: words[name] for name in cluster}, tasks=tasks), first)
             except ConfigError as error:
                 self.fail(first, error.what, error.fix)
-                return
-            if "topology" in self.sources:
-                listed = ", ".join(f"--{name}" for name in cluster)
-                self.fail(by_name["topology"], f"the topology says what {listed} say", "keep one of the two")
-            else:
-                self.set("topology", topology, first)
+        elif tasks and "topology" not in self.sources:
+            self.set("topology", shared_topology(tasks), by_name[next(iter(tasks.values()))])
 
 
 def _plain_arity(name: str) -> int | str | None:
@@ -262,6 +272,20 @@ def _algorithm(given: Mapping[str, Given], tree: _Tree) -> _Set:
     words = {name: flag.words for name, flag in given.items()}
     for path, value, name in algorithm_settings(words, lambda name, what, fix: tree.fail(given[name], what, fix)):
         yield path, value, given[name]
+
+
+def _critic(given: Mapping[str, Given], tree: _Tree) -> _Set:
+    """A critic's optimizer has the actor's settings, except those given for it."""
+    if "critic" not in tasks_of({name: flag.words for name, flag in given.items()}):
+        for name in [n for n, flag in table.FLAGS.items() if n in given and flag.path.startswith("algorithm.critic.")]:
+            tree.fail(given[name], "has no effect without a critic", "give --advantage-estimator ppo, or leave it out")
+        return
+    for name, flag in table.FLAGS.items():
+        path = flag.path.replace("trainer.optimizer", "algorithm.critic.optimizer")
+        if name in given and path != flag.path and path not in tree.sources:
+            yield path, given[name].words[0], given[name]
+    for path, value, flag in _betas(given, tree):
+        yield path.replace("trainer.optimizer", "algorithm.critic.optimizer"), value, flag
 
 
 _EVALUATION = {

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+from vime.hooks.api import API_TEXT
 from vime.hooks.specs import hook_names
 
 
@@ -20,7 +21,7 @@ def test_list_shows_every_entry_point_with_its_status(vime, broken_plugin) -> No
 def test_list_as_json_keeps_the_original_error(vime, broken_plugin) -> None:
     done = vime("plugins", "list", "--json", env={"VIME_PLUGINS": broken_plugin})
     data = json.loads(done.stdout)
-    assert (data["api"], data["auto"]) == ("1.0", "cpu")
+    assert (data["api"], data["auto"]) == (API_TEXT, "cpu")
     rows = {row["name"]: row for row in data["plugins"]}
     assert rows["cpu"]["hooks"] == sorted(hook_names())
     assert (rows["cpu"]["status"], rows["cpu"]["first_party"], rows["cpu"]["error"]) == ("active", True, None)
@@ -40,7 +41,12 @@ def test_list_all_adds_hooks_and_errors_and_unknown_names(vime, broken_plugin) -
 def test_show_tells_hooks_parent_and_api(vime) -> None:
     done = vime("plugins", "show", "cpu")
     assert done.returncode == 0
-    for text in ("cpu: available", "vime 0.1.0 (first-party)", "parent        base", "hook API      1.0 (this is 1.0)"):
+    for text in (
+        "cpu: available",
+        "vime 0.1.0 (first-party)",
+        "parent        base",
+        f"hook API      {API_TEXT} (this is {API_TEXT})",
+    ):
         assert text in done.stdout
     for hook in hook_names():
         assert hook in done.stdout

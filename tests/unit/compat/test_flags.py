@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vime.compat import algorithm_flags, flag_table
-from vime.compat.flags import config_from_flags, known_flags
+from vime.compat.flag_docs import HOMES, render_docs
+from vime.compat.flags import config_from_flags, has_answer, known_flags
 from vime.config.load import load_config
 from vime.config.schema import Config
 from vime.errors import ConfigError, Errors
@@ -87,7 +89,7 @@ def test_no_prefix_is_ever_guessed() -> None:
         "flag `--rollout-max-prompt-l`: unknown flag `--rollout-max-prompt-l` | did you mean `--rollout-max-prompt-len`?"
     )
     assert "--load" in errors("--load x")[0]
-    assert "unknown flag `--load-debug-rollout-data`" in errors("--load-debug-rollout-data x")[0]
+    assert "unknown flag `--load-debug-rollout-dat`" in errors("--load-debug-rollout-dat x")[0]
 
 
 @pytest.mark.parametrize("words", ["--lr=1e-6", "--lr 1e-6"])
@@ -176,8 +178,13 @@ def test_the_models_shape_is_accepted_and_not_used() -> None:
         ("--lora-rank 4", "full weights only"),
         ("--multimodal-keys x", "text models only"),
         ("--load x", "--resume"),
-        ("--ref-load x", "--hf-checkpoint"),
-        ("--use-opd", "kind: distill"),
+        ("--ref-ckpt-step 3", "--ref-load"),
+        ("--use-opd", "--opd-teacher-load FOLDER"),
+        ("--use-opd --opd-type vllm --opd-teacher-load /t", "--opd-type megatron"),
+        ("--use-opd --opd-teacher-load /t --advantage-estimator ppo", "--advantage-estimator grpo"),
+        ("--partial-rollout", "--in-flight-updates"),
+        ("--async-save", "leave it out"),
+        ("--disable-compute-advantages-and-returns", "--loss-type sft_loss"),
         ("--vllm-config x", "--topology"),
         ("--advantage-estimator trpo", "use one of grpo"),
         ("--loss-type value_loss", "use one of policy_loss"),
@@ -229,7 +236,7 @@ def test_one_clip_bound_is_used_on_both_sides() -> None:
     assert values("--eps-clip 0.1")["algorithm"] == {"clip_low": "0.1", "clip_high": "0.1"}
 
 
-@pytest.mark.parametrize("name", flag_table.ESTIMATORS)
+@pytest.mark.parametrize("name", algorithm_flags.ESTIMATORS)
 def test_estimators_are_kinds(name: str) -> None:
     assert config(f"--loss-type policy_loss --advantage-estimator {name}").algorithm.kind == name
 
@@ -249,7 +256,7 @@ def test_estimators_are_kinds(name: str) -> None:
     ],
 )
 def test_a_divergence_is_in_the_reward_or_in_the_loss(words: str, expected: dict[str, Any]) -> None:
-    assert values(words) == {"algorithm": {"kl": expected}}
+    assert values(words)["algorithm"] == {"kl": expected}
 
 
 @pytest.mark.parametrize(
@@ -260,6 +267,11 @@ def test_a_divergence_is_in_the_reward_or_in_the_loss(words: str, expected: dict
         ("--kl-coef 0.1 --kl-loss-type k9", "use one of k1, k2, k3, low_var_kl"),
         ("--tis-clip 2", "no effect without --use-tis"),
         ("--opsm-delta 2", "no effect without --use-opsm"),
+        ("--opd-kl-coef 2", "no effect without --use-opd"),
+        ("--critic-num-nodes 2", "no effect without a critic"),
+        ("--critic-lr 1e-5 --advantage-estimator grpo", "no effect without a critic"),
+        ("--value-clip 0.1", "no effect without a critic"),
+        ("--num-critic-only-steps 2", "no effect without a critic"),
         ("--use-tis --use-rollout-logprobs", "contradicts"),
         ("--loss-type custom_loss", "give --custom-loss-function-path"),
     ],
@@ -282,6 +294,39 @@ def test_corrections_and_functions_arrive_in_the_run() -> None:
 def test_flags_of_the_critic() -> None:
     made = config("--advantage-estimator ppo --gamma 0.9 --lambd 0.8 --value-clip 0.3 --num-critic-only-steps 5").algorithm
     assert (made.gamma, made.lam, made.critic.value_clip, made.critic.warmup_steps) == (0.9, 0.8, 0.3, 5)
+
+
+def test_a_critic_has_the_actors_optimizer_but_for_what_is_its_own() -> None:
+    ours = "--advantage-estimator ppo --lr 2e-6 --weight-decay 0.1 --adam-beta2 0.98 --lr-decay-style cosine "
+    made = config(ours + "--critic-lr 1e-5 --critic-load /critic")
+    optimizer = made.algorithm.critic.optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.betas, optimizer.decay) == (1e-5, 0.1, (0.9, 0.98), "cosine")
+    assert made.trainer.optimizer.lr == 2e-6
+    assert made.model.others == {"critic": Path("/critic")}
+    assert config(ours).algorithm.critic.optimizer.lr == 2e-6
+
+
+def test_distillation_adds_the_teachers_divergence_to_the_reward() -> None:
+    made = config("--use-opd --opd-type megatron --opd-teacher-load /t --opd-kl-coef 0.5 --advantage-estimator grpo")
+    assert (made.algorithm.kind, made.algorithm.teacher_coef, made.algorithm.reward_coef) == ("distill", 0.5, 1.0)
+    assert made.model.teacher == Path("/t")
+
+
+def test_folders_of_further_models_are_not_megatrons(tmp_path: Path) -> None:
+    assert config(f"--ref-load {tmp_path} --use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3").model.reference == tmp_path
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    for flag in ("--ref-load", "--critic-load"):
+        assert "give the Hugging Face folder" in errors(f"{flag} {tmp_path}")[0]
+
+
+def test_settings_for_which_slime_has_no_flag() -> None:
+    made = config(
+        "--ray-address 10.0.0.5:6379 --in-flight-updates --no-rollout-shuffle --old-log-probs recompute "
+        "--advantage-estimator ppo --no-normalize-advantages"
+    )
+    assert (made.cluster.address, made.weights.update, made.data.shuffle) == ("10.0.0.5:6379", "in_flight", False)
+    assert (made.algorithm.old_log_probs, made.algorithm.whiten) == ("recompute", False)
+    assert "contradicts" in errors("--old-log-probs recompute --use-rollout-logprobs")[0]
 
 
 def test_evaluation_sets() -> None:
@@ -307,6 +352,45 @@ def test_cluster_flags_become_a_topology() -> None:
     )
     assert (apart.shared, len(apart.pools[0].inventories), len(apart.engines)) == (False, 1, 2)
     assert (apart.transport.protocol, apart.transport.buffer_bytes) == ("disk", 2**20)
+
+
+ROLES = [
+    ("", ["actor", "rollout"]),
+    ("--advantage-estimator ppo", ["actor", "critic", "rollout"]),
+    ("--advantage-estimator reinforce_plus_plus --normalize-advantages --kl-coef 0.1", ["actor", "ref", "rollout"]),
+    ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3", ["actor", "ref", "rollout"]),
+    ("--use-opd --opd-teacher-load /t", ["actor", "teacher", "rollout"]),
+    ("--advantage-estimator ppo --kl-coef 0.1", ["actor", "critic", "ref", "rollout"]),
+]
+SIZES = "--actor-num-gpus-per-node 4 --num-gpus-per-node 8 --rollout-num-gpus 4 "
+
+
+@pytest.mark.parametrize(("words", "names"), ROLES)
+@pytest.mark.parametrize("sizes", ["", SIZES + "--colocate", SIZES])
+def test_the_topology_has_the_roles_that_the_algorithm_reads(
+    sizes: str, words: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vime.planning.needs.read_shape", lambda folder: TINY_MODEL)
+    topology = config(f"{sizes} {words}").topology
+    if isinstance(topology, dict):
+        in_turn = names[:-1] if sizes == SIZES else names
+        assert [share["roles"] for share in topology.get("share", [])] == ([in_turn] if len(in_turn) > 1 else [])
+    else:
+        assert (topology, names) == ("colocate", ["actor", "rollout"])
+    plan = plan_of(f"{sizes} {words}")
+    tasks = {"critic": "critic", "ref": "reference", "teacher": "teacher"}
+    assert [role.task for role in plan.trainers] == ["actor", *(tasks[name] for name in names[1:-1])]
+
+
+def test_a_critic_of_its_own_size_has_its_own_devices() -> None:
+    plan = plan_of(f"{SIZES} --advantage-estimator ppo --critic-num-nodes 1 --critic-num-gpus-per-node 2")
+    actor, critic = plan.trainers
+    assert (actor.request.parallel.dp, critic.request.parallel.dp, len(plan.pools[0].inventories)) == (4, 2, 2)
+
+
+def test_a_given_topology_is_left_alone() -> None:
+    assert values("--advantage-estimator ppo --topology cpu-critic")["topology"] == "cpu-critic"
+    assert "topology" not in values("--loss-type sft_loss --kl-coef 0.1")
 
 
 @pytest.mark.parametrize(
@@ -353,3 +437,18 @@ def test_no_flag_is_in_two_tables() -> None:
     parts = [flag_table.FLAGS, flag_table.COMBINED, flag_table.CLUSTER, flag_table.NOTHING_TO_DO, flag_table.SHAPE]
     parts += [flag_table.ONLY_VALUES, algorithm_flags.ALGORITHM]
     assert len(known_flags()) == sum(map(len, parts))
+
+
+def test_every_flag_of_slime_has_an_answer() -> None:
+    """Mapped, passed on, or refused with what to do."""
+    listed = (Path(__file__).parent / "slime_flags.txt").read_text().split()
+    assert len(listed) == len(set(listed)) > 250
+    assert [name for name in listed if not has_answer(name)] == []
+    assert not has_answer("nonsense")
+
+
+def test_the_page_of_flags_is_current() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "flags.md"
+    assert page.read_text() == render_docs(), "run: python -m vime.compat.flag_docs > docs/flags.md"
+    together = set(flag_table.COMBINED) | set(algorithm_flags.ALGORITHM) | set(flag_table.CLUSTER)
+    assert set(HOMES) == together

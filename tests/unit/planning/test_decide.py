@@ -7,46 +7,10 @@ from typing import Any
 
 import pytest
 
-from vime.errors import VimeError
-from vime.facts.model import ModelShape
 from vime.planning.explain import explain_json, explain_text
-from vime.planning.make import make_plan
-from vime.planning.needs import PlanNeeds
 from vime.planning.plan import Plan
-from vime.testing.platforms import GIB, TINY_MODEL, FakePlatform
-from vime.topology.load import load_topology
-
-BIG = replace(
-    TINY_MODEL, parameters=8 * 10**9, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=12288, vocab=151936
-)
-BOUNDED = PlanNeeds(micro_batch_tokens=2048, recompute="full", vllm={"kv_cache_memory_bytes": 30 * GIB})
-UNBOUNDED = replace(BOUNDED, vllm={})
-
-
-def topology(*, share: str | None = "auto", actor: Any = None, rollout: Any = None, **more: Any) -> dict[str, Any]:
-    """One node of eight: an actor on all, two engines of four, on the same devices unless `share` is None."""
-    made: dict[str, Any] = {
-        "name": "made",
-        "pools": {"p": {"platform": "acme", "nodes": 1 if share else 2}},
-        "roles": {
-            "actor": {"kind": "train", "devices": 8, **(actor or {})},
-            "rollout": {"kind": "rollout", "engines": 2, "parallel": {"tp": 4}, **(rollout or {})},
-        },
-        **more,
-    }
-    if share:
-        made["share"] = [{"roles": ["actor", "rollout"], "residency": share}]
-    return made
-
-
-def plan_of(source: Any, *, model: ModelShape = BIG, needs: PlanNeeds = BOUNDED, fake: FakePlatform | None = None) -> Plan:
-    return make_plan(load_topology(source), model=model, needs=needs, platforms={"acme": fake or FakePlatform()})
-
-
-def error_of(source: Any, **options: Any) -> VimeError:
-    with pytest.raises(VimeError) as caught:
-        plan_of(source, **options)
-    return caught.value
+from vime.testing.plans import BOUNDED, UNBOUNDED, error_of, plan_of, topology
+from vime.testing.platforms import GIB, FakePlatform
 
 
 def engine_values(plan: Plan) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from vime.planning.decode import (
     Engine,
     EngineRates,
     Lengths,
+    attention_share,
     decode_seconds,
     decode_step_seconds,
     prefill_seconds,
@@ -94,6 +95,13 @@ def test_reductions_have_a_latency_for_every_layer() -> None:
     alone, split = (decode_step_seconds(engine(memory=1e30, products=1e30, link=1e30, all_reduce_s=1e-3, parallel=p), 1, 0)
                     for p in (Parallel(), Parallel(tp=2)))  # fmt: skip
     assert (alone, split) == (pytest.approx(0), pytest.approx(2 * DENSE.layers * 1e-3))
+
+
+def test_attention_is_worth_so_many_tokens() -> None:
+    """2 FLOP a parameter and token outside attention; inside, 4 layers, 4 heads, 32 + 32 entries, the square of the length."""
+    assert attention_share(DENSE) == pytest.approx(4 * 4 * 64 / 2e9)
+    unused = 4 * 60 * 3 * DENSE.hidden * 512
+    assert attention_share(MIXED) == pytest.approx(4 * 4 * 64 / (2 * (1e9 - unused)))
 
 
 def test_a_prefill_is_products_and_attention() -> None:

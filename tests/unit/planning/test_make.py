@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.errors import ConfigError, Errors, PlacementError, PlanError, TopologyError, VimeError
+from vime.errors import ConfigError, Errors, PlacementError, PlanError, TopologyError
 from vime.facts.bindings import RayBinding
 from vime.facts.diagnosis import ProbeContext
 from vime.facts.inventory import NodeInventory
@@ -25,41 +25,11 @@ from vime.planning.needs import PlanNeeds
 from vime.planning.plan import Plan
 from vime.platforms.cpu import plugin
 from vime.platforms.lineage import Platform
+from vime.testing.plans import BIG, BOUNDED, UNBOUNDED, error_of, plan_of, topology
 from vime.testing.platforms import GIB, STAYS, TINY_MODEL, FakePlatform
 from vime.topology.load import load_topology
 
-BIG = replace(
-    TINY_MODEL, parameters=8 * 10**9, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=12288, vocab=151936
-)
 MOE = replace(TINY_MODEL, experts=8, experts_per_token=2, expert_ffn=64)
-BOUNDED = PlanNeeds(micro_batch_tokens=2048, recompute="full", vllm={"kv_cache_memory_bytes": 30 * GIB})
-UNBOUNDED = replace(BOUNDED, vllm={})
-
-
-def topology(*, share: str | None = "auto", actor: Any = None, rollout: Any = None, **more: Any) -> dict[str, Any]:
-    """One node of eight: an actor on all, two engines of four, on the same devices unless `share` is None."""
-    made: dict[str, Any] = {
-        "name": "made",
-        "pools": {"p": {"platform": "acme", "nodes": 1 if share else 2}},
-        "roles": {
-            "actor": {"kind": "train", "devices": 8, **(actor or {})},
-            "rollout": {"kind": "rollout", "engines": 2, "parallel": {"tp": 4}, **(rollout or {})},
-        },
-        **more,
-    }
-    if share:
-        made["share"] = [{"roles": ["actor", "rollout"], "residency": share}]
-    return made
-
-
-def plan_of(source: Any, *, model: ModelShape = BIG, needs: PlanNeeds = BOUNDED, fake: FakePlatform | None = None) -> Plan:
-    return make_plan(load_topology(source), model=model, needs=needs, platforms={"acme": fake or FakePlatform()})
-
-
-def error_of(source: Any, **options: Any) -> VimeError:
-    with pytest.raises(VimeError) as caught:
-        plan_of(source, **options)
-    return caught.value
 
 
 # ---- the host

@@ -1,10 +1,9 @@
 """Which host a process is on, and that every engine is offered what is on its own host."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
+import publisher_parts as parts
 import pytest
 
 from vime.errors import WeightSyncError
@@ -14,18 +13,6 @@ from vime.weights.manifest import build_manifest, manifest_to_json, pack_manifes
 from vime.weights.protocol import ProbeSettings, Publisher
 
 ASK = [sys.executable, "-c", "from vime.weights.hosts import host_identity; print(host_identity())"]
-
-
-def _parts():
-    spec = importlib.util.spec_from_file_location("publisher_parts", Path(__file__).with_name("publisher_parts.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-parts = _parts()
 
 
 # ---- identity

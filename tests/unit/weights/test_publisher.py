@@ -1,61 +1,14 @@
 """The order of a publish and what a failure leaves behind, with engines that behave in memory."""
 
 import asyncio
-import importlib.util
 import time
-from pathlib import Path
 
 import pytest
+from publisher_parts import IDS, Engine
 
 from vime.errors import DeadlineError, EngineError, ProbeError, WeightSyncError
 from vime.types import PolicyVersion
 from vime.weights.protocol import ProbeSettings, Publisher
-
-
-def load_parts():
-    spec = importlib.util.spec_from_file_location("publisher_parts", Path(__file__).with_name("publisher_parts.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-parts = load_parts()
-IDS, Link, Engine = parts.IDS, parts.Link, parts.Engine
-
-
-@pytest.fixture
-def log():
-    return []
-
-
-@pytest.fixture
-def engines(log):
-    return [Engine("e0", log, size=2), Engine("e1", log)]
-
-
-@pytest.fixture
-def streaming(log, engines):
-    """A trainer whose transport streams, and its publisher."""
-    link = Link(log, streams=True)
-    for engine in engines:
-        engine.link = link
-    publisher = Publisher(link, probe=ProbeSettings(ids=IDS))
-    publisher.set_engines(engines)
-    return link, publisher
-
-
-@pytest.fixture
-def link(log):
-    return Link(log)
-
-
-@pytest.fixture
-def publisher(link, engines):
-    publisher = Publisher(link, probe=ProbeSettings(ids=IDS))
-    publisher.set_engines(engines)
-    return publisher
 
 
 def version(step):

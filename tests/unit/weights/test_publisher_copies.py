@@ -1,55 +1,12 @@
 """The copy of the published weights for engines that start later: when it is made, who waits for it, what its failure does."""
 
 import asyncio
-import importlib.util
-from pathlib import Path
 
 import pytest
+from publisher_parts import Engine
 
 from vime.errors import WeightSyncError
 from vime.types import PolicyVersion
-from vime.weights.protocol import ProbeSettings, Publisher
-
-
-def load_parts():
-    spec = importlib.util.spec_from_file_location("publisher_parts", Path(__file__).with_name("publisher_parts.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-parts = load_parts()
-IDS, Link, Engine = parts.IDS, parts.Link, parts.Engine
-
-
-@pytest.fixture
-def log():
-    return []
-
-
-@pytest.fixture
-def engines(log):
-    return [Engine("e0", log, size=2), Engine("e1", log)]
-
-
-@pytest.fixture
-def streaming(log, engines):
-    """A trainer whose transport streams, and its publisher."""
-    link = Link(log, streams=True)
-    for engine in engines:
-        engine.link = link
-    publisher = Publisher(link, probe=ProbeSettings(ids=IDS))
-    publisher.set_engines(engines)
-    return link, publisher
-
-
-@pytest.fixture
-def publisher(log, engines):
-    publisher = Publisher(Link(log), probe=ProbeSettings(ids=IDS))
-    publisher.set_engines(engines)
-    return publisher
 
 
 def version(step):
