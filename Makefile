@@ -5,7 +5,7 @@ PLUGINS := cuda gb200 rocm ascend
 BIN := $(VENV)/bin
 UNUSED := /(tests|anthropic|fontTools|matplotlib|numba|pip|pygments|transformers/models)/
 
-.PHONY: install dev quickstart test test-all lint format clean
+.PHONY: install dev quickstart test test-all parity lint format clean
 
 install: $(VENV)/.installed
 dev: $(VENV)/.dev
@@ -34,6 +34,10 @@ test: dev
 
 test-all: dev
 	$(BIN)/python -m pytest tests plugins --durations=30
+
+# Every layout of the trainer beside one process, on tiny models; ends with 1 when one of them trains differently.
+parity: dev
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m vime.benchmarks.parity_table
 
 lint: dev
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ Ranks and engines' servers are stand-ins that answer at once; every message is c
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import tempfile
 import time
@@ -18,12 +19,14 @@ from vime.cluster.links import TrainerLink
 from vime.cluster.trainer_process import HalfInfo
 from vime.types import PolicyVersion
 from vime.weights.control import EngineControl
-from vime.weights.manifest import build_manifest, manifest_to_json
+from vime.weights.manifest import build_manifest, manifest_to_json, pack_manifest
 from vime.weights.probe import probe_ids
 from vime.weights.protocol import ProbeSettings, Publisher
 from vime.weights.transports.base import TransferContext
 
 TP = 4
+PER_NODE = 8
+"""Devices of a host: ranks, or workers of engines."""
 Row = dict[str, float]
 
 
@@ -57,9 +60,9 @@ class Wire:
 class CountedEngine(EngineControl):
     """The real control of an engine whose server answers at once."""
 
-    def __init__(self, index: int, wire: Wire) -> None:
+    def __init__(self, index: int, wire: Wire, host: str) -> None:
         super().__init__(f"http://engine-{index}:8000", name=f"rollout-{index}")
-        self._wire = wire
+        self._wire, self._place = wire, host
         self.rings_seen = 0
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -67,6 +70,9 @@ class CountedEngine(EngineControl):
         await asyncio.sleep(0)
         if path == "/get_world_size":
             return {"world_size": TP}
+        if path == "/vime/identity":
+            known = {"run_token": "token", "pid": 4_000_000, "gate": "shut", "version": None, "running": 0}
+            return {**known, "host": self._place}
         if path == "/vime/update":
             return {"seconds": {"update": 0.0}}
         if path == "/vime/init" and body is not None:
@@ -86,10 +92,14 @@ class _Method:
 
 
 class CountedRank:
-    """The actor of a trainer rank; its offer is a real half's, with a ring of this rank's own where every rank has one."""
+    """The actor of a trainer rank; its offer is a real half's, with a ring of this rank's own where every rank has one.
 
-    def __init__(self, rank: int, wire: Wire, offer: Mapping[str, Any], *, every_rank: bool) -> None:
-        self._rank, self._wire, self._offer, self._every = rank, wire, offer, every_rank
+    `page` is the size of its control page after the last offer.
+    """
+
+    def __init__(self, rank: int, wire: Wire, offer: Mapping[str, Any], *, host: str | None) -> None:
+        self._rank, self._wire, self._offer, self._host = rank, wire, offer, host
+        self.page = 0
 
     def __getattr__(self, name: str) -> _Method:
         if name.startswith("_"):
@@ -99,9 +109,13 @@ class CountedRank:
     def _answer(self, name: str, words: tuple[Any, ...]) -> Any:
         answers: dict[str, Callable[[], Any]] = {
             "open_transfer": lambda: HalfInfo(
-                streams=True, every_rank=self._every, num_tensors=len(self._offer["manifest"]), lead={}
+                streams=True,
+                every_rank=self._host is not None,
+                num_tensors=len(self._offer["manifest"]),
+                lead={},
+                host=self._host or "",
             ),
-            "init_info": self._own_offer,
+            "init_info": lambda: self._own_offer(*words),
             "connect_transfer": lambda: TP,
             "stage": lambda: {"version": words[0], "tensors": 0 if self._rank else len(self._offer["manifest"])},
             "log_probs": lambda: [[-1.0] * (len(ids) - 1) for ids in words[0]],
@@ -111,11 +125,14 @@ class CountedRank:
         self._wire.nbytes["rank " + name] += 0 if name == "open_transfer" else self._wire.size(answer)
         return answer
 
-    def _own_offer(self) -> Mapping[str, Any]:
-        if not self._every:
-            return self._offer
-        ring = {**self._offer["info"]["rings"][0], "identity": f"GPU-{self._rank:032x}"}
-        return {**self._offer, "info": {**self._offer["info"], "rings": [ring]}}
+    def _own_offer(self, receivers: int) -> Mapping[str, Any]:
+        """As `TrainerProcess` answers: rank 0 alone tells the manifest."""
+        offer = self._offer if self._rank == 0 else {**self._offer, "manifest": []}
+        if self._host is None:
+            return offer
+        self.page = page_bytes(receivers)
+        ring = {**offer["info"]["rings"][0], "identity": f"GPU-{self._rank:032x}"}
+        return {**offer, "info": {**offer["info"], "rings": [ring]}}
 
 
 def model_rows(config: Mapping[str, Any]) -> list[list[Any]]:
@@ -157,6 +174,7 @@ def offer_of(rows: list[list[Any]], *, every_rank: bool) -> dict[str, Any]:
         half.close()
 
 
+@functools.cache
 def page_bytes(receivers: int) -> int:
     """Size of the control page that a rank makes for so many engine workers."""
     from vime.weights.transports.control_page import ControlPage
@@ -169,29 +187,39 @@ def page_bytes(receivers: int) -> int:
             page.close()
 
 
-async def publish_row(ranks: int, engines: int, rows: list[list[Any]], *, every_rank: bool) -> Row:
-    """The first publication, with offers and probe, then a later one without either."""
+def host_of(device: int, per_node: int) -> str:
+    """A host as `vime.weights.hosts` names it, of devices that are numbered through."""
+    return f"{device // per_node:08x}-0000-4000-8000-000000000000/25/4026531836"
+
+
+async def publish_row(ranks: int, engines: int, rows: list[list[Any]], *, every_rank: bool, per_node: int = PER_NODE) -> Row:
+    """The first publication, with offers and probe, then a later one without either.
+
+    With `every_rank` ranks and engines share their devices.
+    """
     wire = Wire()
     offer = offer_of(rows, every_rank=every_rank)
-    link = TrainerLink([CountedRank(r, wire, offer, every_rank=every_rank) for r in range(ranks)])
+    actors = [CountedRank(r, wire, offer, host=host_of(r, per_node) if every_rank else None) for r in range(ranks)]
+    link = TrainerLink(actors)
     transfer: Any = None
     await link.open_transfer(transfer)
-    controls = [CountedEngine(i, wire) for i in range(engines)]
+    controls = [CountedEngine(i, wire, host_of(i * TP, per_node)) for i in range(engines)]
     probe = ProbeSettings(probe_ids(1000), dtype="bfloat16")
     publisher = Publisher(link, probe=probe, sleep_level=1 if every_rank else 0)
     publisher.set_engines(controls)
     wire.clear()
     cpu = time.process_time()
     await publisher.publish(PolicyVersion(0, 1), probe=True)
+    spent = time.process_time() - cpu
     first = {
         "first_sync_messages": wire.calls.total(),
         "offer_bytes_from_ranks": wire.nbytes["rank init_info"],
         "offer_bytes_to_engines": wire.nbytes["engine /vime/init"],
         "offer_bytes_per_engine": wire.nbytes["engine /vime/init"] / engines,
         "rings_sent": sum(e.rings_seen for e in controls),
-        "ring_bytes_to_engines": wire.nbytes["engine /vime/init"] - engines * wire.size(rows),
-        "control_page_bytes": page_bytes(TP * engines) * ranks if every_rank else 0,
-        "first_sync_cpu_s": time.process_time() - cpu,
+        "ring_bytes_to_engines": wire.nbytes["engine /vime/init"] - engines * wire.size(pack_manifest(rows)),
+        "control_page_bytes": sum(actor.page for actor in actors),
+        "first_sync_cpu_s": spent,
     }
     wire.clear()
     cpu = time.process_time()

@@ -66,6 +66,8 @@ PART_OF: Mapping[str, str] = {
     "tests/unit/models": "training",
     "tests/integration/test_trainer_layouts": "training",
     "tests/integration/test_experts_run": "training",
+    "tests/integration/test_families_run": "training",
+    "tests/integration/test_family_layouts": "training",
     "tests/integration/test_roles_run": "training",
     "tests/integration/test_bench_step": "training",
     "tests/integration/test_weight_sync": "training",

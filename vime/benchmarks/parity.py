@@ -36,12 +36,12 @@ LIMITS = {"float32": 1e-4}
 OTHER_LIMIT = 0.05
 """Largest relative difference of loss and gradient norm from one process. In 16 bits every sum is rounded to 2^-8."""
 
-_AXIS = re.compile(r"(tp|pp|dp|ep|etp)([1-9][0-9]*)")
+_AXIS = re.compile(r"(tp|pp|vpp|cp|dp|ep|etp)([1-9][0-9]*)")
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = "ranks beside one: axes and sizes, as tp2, dp2, ep2, tp2-dp2"
+    about = "ranks beside one: axes and sizes, as tp2, dp2, cp2, ep2, pp2-vpp2, tp2-dp2"
     add("--layouts", nargs="+", default=[], type=axes_of, metavar="AXES", help=about)
     add("--parity", action="store_true", help="with --layouts: compare losses and gradients, also in float32")
     add("--models", type=Path, default=Path(tempfile.gettempdir()) / "vime-models", metavar="DIR", help="random weights")
@@ -57,14 +57,17 @@ def axes_of(text: str) -> str:
 def sizes_of(layout: str) -> dict[str, int]:
     """`tp2-dp2` -> its axes; experts are spread over data parallel ranks where none are named."""
     sizes = {m.group(1): int(m.group(2)) for part in layout.split("-") if (m := _AXIS.fullmatch(part))}
-    dense = sizes.get("tp", 1) * sizes.get("pp", 1)
-    sizes.setdefault("dp", max(1, sizes.get("ep", 1) * sizes.get("etp", 1) // dense))
+    beside = sizes.get("tp", 1) * sizes.get("cp", 1)
+    sizes.setdefault("dp", max(1, sizes.get("ep", 1) * sizes.get("etp", 1) // beside))
     return sizes
 
 
 def ranks_of(layout: str) -> int:
-    sizes = sizes_of(layout)
-    return sizes.get("tp", 1) * sizes.get("pp", 1) * sizes["dp"]
+    return world_of(sizes_of(layout))
+
+
+def world_of(sizes: Mapping[str, int]) -> int:
+    return sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes["dp"]
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ def _planned(args: argparse.Namespace, here: Here, job: Job, sizes: Mapping[str,
 
 
 def _run_file(args: argparse.Namespace, here: Here, job: Job, sizes: Mapping[str, int]) -> dict[str, Any]:
-    world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes["dp"]
+    world = world_of(sizes)
     slots = {"nodes": 1, "devices_per_node": world} if here.node.virtual else {}
     axes = {name: size for name, size in sizes.items() if name != "dp"}
     return {
@@ -230,7 +233,7 @@ def _order(args: argparse.Namespace, here: Here, jobs: Sequence[tuple[Job, Any, 
     from vime.assemble.setups import trainer_setups
     from vime.platforms.discovery import PluginPolicy, discover
 
-    setups = [trainer_setups(config, plan)[rank] for _, (config, plan), _ in jobs]
+    setups = [trainer_setups(config, plan, plan.actor)[rank] for _, (config, plan), _ in jobs]
     parts = (setups, discover(PluginPolicy.read(platform=args.platform)).resolved())
     common = {"micro_batches": args.micro_batches, "steps": args.steps}
     return {
@@ -252,7 +255,7 @@ def _ports(count: int) -> list[int]:
 
 
 def _masked_out(plan: Any) -> tuple[str, ...]:
-    from vime.cluster.launch import masked_out
+    from vime.cluster.placement import masked_out
 
     return masked_out(plan)
 

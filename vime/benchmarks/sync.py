@@ -35,6 +35,7 @@ from vime.benchmarks.engines import (
 from vime.benchmarks.layouts import one_each, topology
 from vime.errors import ProbeError, WeightSyncError
 from vime.facts.process import Factory
+from vime.weights.hosts import ANYWHERE
 
 ON_HOST = (
     Factory(
@@ -125,8 +126,12 @@ class LocalTrainer:
     def streams(self) -> bool:
         return self._half.streams
 
-    async def init_info(self, receivers: int) -> Mapping[str, Any]:
-        return await asyncio.to_thread(self._half.init_info, receivers)
+    @property
+    def by_host(self) -> bool:
+        return False
+
+    async def init_info(self, receivers: Mapping[str, int]) -> Mapping[str, Mapping[str, Any]]:
+        return {ANYWHERE: await asyncio.to_thread(self._half.init_info, sum(receivers.values()))}
 
     async def connect(self) -> None:
         await asyncio.to_thread(self._half.connect)

@@ -25,7 +25,7 @@ from typing import Any
 from vime.benchmarks import parity
 from vime.benchmarks.engines import open_record
 from vime.benchmarks.shapes import SHAPES
-from vime.data.tiny_model import qwen3_config
+from vime.data.tiny_model import tiny_config
 from vime.errors import ConfigError
 
 RECOMPUTE = ("none", "selective", "full")
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         config = (
             json.loads((args.model / "config.json").read_text())
             if args.model
-            else qwen3_config(SHAPES[args.shape], dtype=args.dtype)
+            else tiny_config(SHAPES[args.shape], dtype=args.dtype)
         )
         (Path(folder) / "config.json").write_text(json.dumps(config))
         names = [

@@ -43,7 +43,8 @@ def flops(shape: Any, work: UpdateWork) -> tuple[float, float]:
     lengths = [len(s.prompt_ids) + len(s.response_ids) for pack in work.micro_batches for s in pack]
     weights = shape.parameters - (0 if shape.tied_embeddings else shape.vocab * shape.hidden)
     products = 6.0 * weights * sum(lengths)
-    return products, products + 6.0 * shape.layers * shape.heads * shape.head_dim * sum(n * n for n in lengths)
+    width = shape.heads * (shape.head_dim + shape.value_dim)
+    return products, products + 3.0 * shape.layers * width * sum(n * n for n in lengths)
 
 
 def train_steps(words: Words, setup: TrainerSetup, device: Device, recompute: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _sync(plan: Plan, rows: Sequence[Row]) -> Iterator[Compared]:
     syncs = [row for row in rows if row.kind is RowKind.SYNC]
     predicted = plan.transport.seconds if plan.transport else None
     updates = [
-        row.seconds["sync/update"] + row.metrics.get("sync/staging", 0.0)
+        row.seconds["sync/update"] + (row.metrics.get("sync/staging") or 0.0)
         for row in _unchecked(syncs)
         if "sync/update" in row.seconds
     ]

@@ -25,6 +25,8 @@ from vime.facts.process import Factory
         ("pp2-dp2", {"pp": 2, "dp": 2}, 4),
         ("ep2", {"ep": 2, "dp": 2}, 2),
         ("tp2-ep2", {"tp": 2, "ep": 2, "dp": 1}, 2),
+        ("cp2-ep4", {"cp": 2, "ep": 4, "dp": 2}, 4),
+        ("pp2-vpp2-ep2", {"pp": 2, "vpp": 2, "ep": 2, "dp": 2}, 4),
         ("tp2-ep4", {"tp": 2, "ep": 4, "dp": 2}, 4),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 
 from vime.benchmarks import moves, sync
 from vime.errors import ProbeError, WeightSyncError
+from vime.weights.manifest import unpack_manifest
 from vime.weights.transports.base import TransferContext
 from vime.weights.transports.device_ipc import DeviceIpcEngine, DeviceIpcTrainer
 
@@ -31,7 +32,7 @@ class Engine:
         return 1
 
     async def init(self, info: Mapping[str, Any]) -> None:
-        inner = {**info["info"], "manifest": info["manifest"], "rank_offset": 0, "worker_rank": 0}
+        inner = {**info["info"], "manifest": unpack_manifest(info["manifest"]), "rank_offset": 0, "worker_rank": 0}
         await asyncio.to_thread(self.half.connect, inner)
 
     async def shut(self, pause: str | None = "drain") -> None: ...

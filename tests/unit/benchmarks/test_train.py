@@ -13,11 +13,11 @@ from vime.benchmarks import train
 from vime.benchmarks.shapes import SHAPES
 from vime.benchmarks.train_parts import attempt, flops, make_work
 from vime.cli.bench import parser_of
-from vime.data.tiny_model import qwen3_config
+from vime.data.tiny_model import tiny_config
 
 
 def words(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    (tmp_path / "config.json").write_text(json.dumps(qwen3_config(SHAPES["tiny"], dtype="float32")))
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(SHAPES["tiny"], dtype="float32")))
     args = parser_of("train").parse_args(["--tokens", "64", "--length", "32", "--product", "64", "--steps", "1"])
     args.dtype = "float32"
     return {**train.words_of(args, tmp_path), **changes}
@@ -41,7 +41,7 @@ def test_parts_come_from_one_child_and_what_fails_leaves_them_a_new_one(tmp_path
     held = trained["memory"]["bytes_by_tag"]
     args = parser_of("train").parse_args(["--tokens", "64"])
     args.dtype = "float32"
-    planned = train.planned_bytes(args, qwen3_config(SHAPES["tiny"], dtype="float32"), "none")
+    planned = train.planned_bytes(args, tiny_config(SHAPES["tiny"], dtype="float32"), "none")
     assert {tag: planned[tag] for tag in held} == held
     assert trained["tokens_per_step"] == 128
     assert trained["park"]["bits_equal"]
@@ -66,10 +66,11 @@ def test_the_limit_ends_the_child(tmp_path: Path) -> None:
 def test_operations_by_hand() -> None:
     work = make_work(10, tokens=6, length=3, micro_batches=2, seed=0)
     assert (work.num_rollouts, work.num_tokens) == (4, 8)
-    shape = SimpleNamespace(parameters=1000, vocab=10, hidden=4, layers=2, heads=3, head_dim=5, tied_embeddings=False)
+    sizes = {"parameters": 1000, "vocab": 10, "hidden": 4, "layers": 2, "heads": 3, "head_dim": 5, "value_dim": 3}
+    shape = SimpleNamespace(**sizes, tied_embeddings=False)
     products, everything = flops(shape, work)
     assert products == 6 * (1000 - 40) * 12
-    assert everything - products == 6 * 2 * 3 * 5 * (4 * 9)
+    assert everything - products == 3 * 2 * 3 * (5 + 3) * (4 * 9)
 
 
 def test_a_failure_is_a_result() -> None:

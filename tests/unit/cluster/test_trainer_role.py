@@ -124,7 +124,7 @@ def samples_of(ranks: Ranks, parallel: Parallel) -> list[TrainSample]:
 
 
 @pytest.mark.parametrize("critic", [Parallel(), Parallel(dp=2), Parallel(tp=2, pp=2, dp=3)])
-@pytest.mark.parametrize("actor", [Parallel(dp=2), Parallel(tp=2, dp=1), Parallel(pp=2, dp=3)])
+@pytest.mark.parametrize("actor", [Parallel(dp=2), Parallel(tp=2, dp=1), Parallel(pp=2, dp=3), Parallel(pp=2, cp=2, dp=2)])
 async def test_every_sample_is_trained_with_its_own_scores_whatever_the_layouts(actor: Parallel, critic: Parallel) -> None:
     store = Store()
     roles = {"ref": (Parallel(dp=2), 0, 0.25), "critic": (critic, 1, 0.5), "actor": (actor, 2, 0.0)}
@@ -140,6 +140,16 @@ async def test_every_sample_is_trained_with_its_own_scores_whatever_the_layouts(
             assert s.teacher_log_probs == ()
     assert report.metrics == {"train/critic": 1.0, "train/actor": 1.0}
     assert set(report.seconds) == {"score_ref", "score_critic", "train_critic", "train_actor"}
+
+
+async def test_a_virtual_pipeline_gets_whole_rounds_and_ranks_of_one_sequence_the_same() -> None:
+    store, layout = Store(), Parallel(pp=3, cp=2, dp=2, vpp=2)
+    members, links = team(store, actor=(layout, 0, 0.0))
+    await trainer(members).step(batch(store))
+    (works,) = links["actor"].trained
+    assert {len(update.micro_batches) for work in works for update in work} == {3}
+    assert [works[rank] == works[0] for rank in range(4)] == [True, True, False, False]
+    assert len(samples_of(links["actor"], layout)) == 9
 
 
 async def test_a_rank_is_sent_only_the_scores_of_its_samples() -> None:

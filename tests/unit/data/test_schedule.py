@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vime.config.schema import StopWhen
-from vime.data.schedule import StepSchedule, check_updates, plan_updates, rank_samples, steps_that_data_allows
+from vime.data.schedule import Split, StepSchedule, check_updates, plan_updates, rank_samples, steps_that_data_allows
 from vime.errors import ConfigError, TrainerError
 from vime.types import Group, PromptId, SampleInfo, SampleRef, SampleStatus, UpdatePlan
 
@@ -34,8 +34,9 @@ def group(
 
 
 def plan(groups: Sequence[Group], **changes: Any) -> tuple[UpdatePlan, ...]:
-    defaults = {"dp": 1, "max_tokens": 100, "updates_per_step": 1, "skip_flat": True, "supervised": False}
-    return plan_updates(groups, **{**defaults, **changes})
+    cuts = {name: changes.pop(name) for name in ("dp", "max_tokens", "multiple", "square") if name in changes}
+    defaults = {"updates_per_step": 1, "skip_flat": True, "supervised": False}
+    return plan_updates(groups, split=Split(**{"dp": 1, "max_tokens": 100, **cuts}), **{**defaults, **changes})
 
 
 def sizes(update: UpdatePlan, groups: Sequence[Group]) -> list[list[list[int]]]:
@@ -248,10 +249,51 @@ def test_a_smaller_last_supervised_batch_splits_as_evenly_as_it_can() -> None:
     assert len(plan(groups[:1], updates_per_step=3, supervised=True)) == 1
 
 
-@pytest.mark.parametrize("changes", [{"dp": 0}, {"max_tokens": 0}])
+@pytest.mark.parametrize("changes", [{"dp": 0}, {"max_tokens": 0}, {"multiple": 0}, {"square": -0.1}])
 def test_sizes_are_checked(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         plan([group([2, 2])], **changes)
+
+
+# ---- work
+
+
+def work(lengths: Sequence[int], square: float) -> float:
+    return sum(n + square * n * n for n in lengths)
+
+
+def test_attention_counts_in_what_makes_ranks_even() -> None:
+    """By tokens 8 and 4 + 4 are even; by pairs of tokens the long sample weighs as much as four short ones."""
+    groups = [group([8, 4, 4, 4, 4, 8])]
+    (by_tokens,) = plan(groups, dp=2)
+    assert [sum(map(sum, rank)) for rank in sizes(by_tokens, groups)] == [16, 16]
+    groups = [group([8, 4, 4, 4, 4])]
+    (by_work,) = plan(groups, dp=2, square=100.0)
+    assert sorted([n for micro in rank for n in micro] for rank in sizes(by_work, groups)) == [[4, 4, 4, 4], [8]]
+
+
+def test_differences_even_out_what_greed_does_not() -> None:
+    """Each to the rank with the least so far, 8 7 6 5 4 would be 8 + 5 + 4 = 17 and 7 + 6 = 13."""
+    groups = [group([8, 7, 6, 5, 4])]
+    (update,) = plan(groups, dp=2)
+    assert [sum(map(sum, rank)) for rank in sizes(update, groups)] == [15, 15]
+    (apart,) = plan(groups, dp=2, max_tokens=8)
+    assert max(sum(map(sum, rank)) for rank in sizes(apart, groups)) <= 16
+
+
+@pytest.mark.parametrize(("cap", "micro_batches"), [(100, 2), (40, 2), (21, 4), (15, 6)])
+def test_a_virtual_pipeline_gets_whole_rounds_of_micro_batches(cap: int, micro_batches: int) -> None:
+    """60 tokens in parts of at most the cap, in pairs; room that rounding makes is used to make them smaller."""
+    groups = [group([10] * 6)]
+    (update,) = plan(groups, max_tokens=cap, multiple=2)
+    loads = [sum(micro) for micro in sizes(update, groups)[0]]
+    assert (len(loads), sum(loads)) == (micro_batches, 60)
+    assert max(loads) <= min(cap, 30)
+
+
+def test_too_few_samples_for_a_round_leave_micro_batches_without_any() -> None:
+    (update,) = plan([group([5], rewards=[1.0])], multiple=4, skip_flat=False)
+    assert [len(micro) for micro in update.micro_batches[0]] == [1, 0, 0, 0]
 
 
 # ---- any batch
@@ -262,18 +304,24 @@ def test_sizes_are_checked(changes: dict[str, int]) -> None:
     lengths=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=12),
     dp=st.integers(1, 5),
     cap=st.integers(40, 90),
+    multiple=st.integers(1, 4),
+    square=st.sampled_from([0.0, 0.01, 1.0]),
 )
-def test_any_batch_is_packed_whole_within_the_cap_and_evenly(lengths: list[list[int]], dp: int, cap: int) -> None:
+def test_any_batch_is_packed_whole_within_the_cap_and_evenly(
+    lengths: list[list[int]], dp: int, cap: int, multiple: int, square: float
+) -> None:
     groups = [group(one, trainable=[1] * len(one), number=i) for i, one in enumerate(lengths)]
-    (update,) = plan(groups, dp=dp, max_tokens=cap, skip_flat=False)
+    (update,) = plan(groups, dp=dp, max_tokens=cap, multiple=multiple, square=square, skip_flat=False)
     assert Counter(refs(update)) == Counter(SampleRef(i, j) for i, one in enumerate(lengths) for j in range(len(one)))
     loads = [[sum(micro) for micro in rank] for rank in sizes(update, groups)]
     assert len({len(rank) for rank in loads}) == 1
     assert max(max(rank) for rank in loads) <= cap
     total = sum(map(sum, lengths))
     fewest = math.ceil(math.ceil(total / cap) / dp)
-    assert fewest <= len(loads[0]) <= math.ceil((2 * total / cap + 1) / dp)
-    assert max(map(sum, loads)) - min(map(sum, loads)) <= max(max(rank) for rank in loads)
+    assert len(loads[0]) % multiple == 0
+    assert fewest <= len(loads[0]) < math.ceil((2 * total / cap + 1) / dp) + multiple
+    works = [[work(micro, square) for micro in rank] for rank in sizes(update, groups)]
+    assert max(map(sum, works)) - min(map(sum, works)) <= max(max(rank) for rank in works) + 1e-6
     assert all(micro == sorted(micro, reverse=True) for rank in sizes(update, groups) for micro in rank)
 
 

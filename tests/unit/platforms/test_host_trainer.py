@@ -23,8 +23,8 @@ def packed(lengths):
     return SimpleNamespace(cu_seqlens_q=ends, qkv_format="thd")
 
 
-def attention(cp=1):
-    return HostCoreAttention(SimpleNamespace(kv_channels=8, context_parallel_size=cp), 1)
+def attention():
+    return HostCoreAttention(SimpleNamespace(kv_channels=8), 1)
 
 
 def tensors(requires_grad=False):
@@ -83,8 +83,6 @@ def test_neighbours_of_equal_length_make_one_run():
 
 
 def test_what_the_attention_cannot_do_is_refused():
-    with pytest.raises(TrainerError, match="cp"):
-        attention(cp=2)
     with pytest.raises(TrainerError, match="packed"):
         attention()(*tensors())
 

@@ -72,14 +72,14 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "device_reserve": ("0", "6GiB", "79GiB", "1TiB"),
     "host_pinned_per_node": ("1GiB", "700GiB"),
     "start_timeout": ("20m", 5),
-    **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "dp", "count"), SMALL),
+    **dict.fromkeys(("tp", "pp", "cp", "ep", "etp", "dp", "vpp", "count"), SMALL),
 }
 PLACES = {
     "pool": ("platform", "device", "nodes", "devices_per_node", "interpreter"),
     "domain": ("kind", "segment_nodes", "require"),
     "select": ("hosts", "labels"),
     "role": ("pool", "like", "devices", "engines", "task", "optimizer", "stage", "endpoints"),
-    "parallel": ("tp", "pp", "cp", "ep", "etp", "dp"),
+    "parallel": ("tp", "pp", "cp", "ep", "etp", "dp", "vpp"),
     "share": ("roles", "residency"),
     "sync": ("from", "to", "prefer", "forbid", "require", "buffer"),
     "limits": ("device_reserve", "host_pinned_per_node", "start_timeout"),
@@ -287,7 +287,7 @@ def run(seeds: range) -> Counter[str]:
 
 
 def test_any_topology_gives_a_plan_or_a_typed_error() -> None:
-    seen = run(range(300))
+    seen = run(range(350))
     assert seen["plan"] >= 30
     assert len(seen) >= 15
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vime.errors import Errors, TopologyError
+from vime.facts.model import Latent
 from vime.facts.process import Parallel
 from vime.testing.platforms import TINY_MODEL, FakePlatform
 from vime.topology.load import LoadedTopology, fill_platform, load_topology, shipped_names
@@ -38,8 +39,8 @@ TRAIN8 = {"kind": "train", "devices": 8}
 def test_the_shipped_topologies_load_and_say_who_sits_where() -> None:
     assert set(shipped_names()) == {
         *("cpu-colocate", "cpu-disaggregated", "cpu-one-ahead", "cpu-train", "colocate", "disaggregated"),
-        *("a100x8-4train-4rollout", "h200x8-colocate", "h200x8-disaggregated", "gb200x8-colocate", "gb200-nvl72"),
-        *("mi300x8-colocate", "atlas-a2", "atlas-a3", "mixed-h200x8-mi300x8"),
+        *("a100x8-4train-4rollout", "h200x8-colocate", "h200x8-disaggregated", "gb200x8-colocate", "gb200x16-colocate"),
+        *("gb200-nvl72", "mi300x8-colocate", "atlas-a2", "atlas-a3", "mixed-h200x8-mi300x8"),
         *("cpu-critic", "cpu-reference", "cpu-teacher", "colocate-critic", "colocate-reference", "colocate-teacher"),
     }
     roles = {name: [(r.name, r.devices, r.engines) for r in load_topology(name).roles] for name in shipped_names()}
@@ -153,7 +154,17 @@ def test_engines_times_their_devices() -> None:
     assert "use devices 12, or engines 2" in found
 
 
-@pytest.mark.parametrize(("axis", "rule"), [({"cp": 2}, "E103"), ({"etp": 2}, "E103"), ({"tp": 2, "ep": 3}, "E203")])
+def test_a_virtual_pipeline_needs_stages_to_cut() -> None:
+    (found,) = errors_of(inline({"a": {"kind": "train", "parallel": {"tp": 2, "vpp": 2}}}))
+    assert "E103 roles.a.parallel.vpp: vpp 2 cuts pipeline stages, but pp is 1 | remove vpp, or use pp 2 or more" in found
+    loaded = load_topology(inline({"a": {"kind": "train", "parallel": {"pp": 2, "vpp": 3, "dp": 2}}}))
+    assert (loaded.roles[0].devices, loaded.roles[0].parallel) == (4, Parallel(pp=2, vpp=3, dp=2))
+
+
+@pytest.mark.parametrize(
+    ("axis", "rule"),
+    [({"cp": 2}, "E103"), ({"etp": 2}, "E103"), ({"pp": 2, "vpp": 2}, "E103"), ({"tp": 2, "ep": 3}, "E203")],
+)
 def test_axes_that_an_engine_does_not_have(axis: dict[str, int], rule: str) -> None:
     (found,) = errors_of(inline({"r": {"kind": "rollout", "parallel": axis}}))
     assert f" {rule} " in found
@@ -267,6 +278,7 @@ def test_a_tensor_parallel_group_stays_in_a_domain() -> None:
     [
         ({"tp": 3}, "tp 3 does not divide 4 attention heads"),
         ({"pp": 3}, "pp 3 does not divide 4 layers"),
+        ({"pp": 2, "vpp": 3}, "vpp 3 does not divide 2 layers of a pipeline stage"),
         ({"tp": 1, "ep": 2, "dp": 2}, "ep 2, but the model has no experts"),
     ],
 )
@@ -281,6 +293,19 @@ def test_axes_must_divide_the_model(axes: dict[str, int], text: str) -> None:
 def test_more_ranks_than_key_value_heads_are_fine_when_a_multiple() -> None:
     loaded = loaded_with({"a": {"kind": "train", "parallel": {"tp": 4}}})
     assert check_model(loaded.roles, TINY_MODEL, loaded.tree) == []
+
+
+def test_a_trainer_splits_compressed_vectors_and_the_dense_layers_of_a_mixture() -> None:
+    latent = Latent(kv_rank=6, q_rank=8, plain=32, rotary=2, value=32)
+    model = replace(TINY_MODEL, heads=16, kv_heads=16, latent=latent, experts=8, ffn=36, dense_layers=1)
+    trainer, engine = (loaded_with({"a": {"kind": kind, "parallel": {"tp": 16}}}) for kind in ("train", "rollout"))
+    found = [error.what for error in check_model(trainer.roles, model, trainer.tree)]
+    assert [text.partition("does not divide ")[2] for text in found] == [
+        "36 feed-forward width",
+        "8 entries of the compressed key",
+        "8 entries of the compressed query",
+    ]
+    assert len(check_model(engine.roles, model, engine.tree)) == 1
 
 
 def test_an_engine_may_split_layers_unevenly() -> None:

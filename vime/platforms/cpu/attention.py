@@ -35,17 +35,18 @@ class HostCoreAttention(torch.nn.Module):
     """Causal attention with grouped queries over packed segments (THD); stands in for megatron-core's own.
 
     Neighbouring segments of equal length go through one kernel call, which gives the same bits as a call for each. The
-    runs of a pack are kept on its `packed_seq_params`, so that all layers share them. Takes the arguments of megatron-core's
+    runs of a pack are kept on its `packed_seq_params`, so that all layers share them. Where ranks share sequences
+    (`packed_seq_params.context`), keys and values are gathered first. Takes the arguments of megatron-core's
     `DotProductAttention`; dropout is not supported.
     """
 
     shares_prompts = True
     """Packs may hold one copy of a prompt for several responses (`packed_seq_params.shared_prompts`)."""
+    splits_sequences = True
+    """Ranks may share sequences (`packed_seq_params.context`)."""
 
     def __init__(self, config: Any, layer_number: int, *_args: Any, softmax_scale: float | None = None, **_kwargs: Any) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise TrainerError("packed attention on a host does not split sequences", fix="set the trainer's cp to 1")
         self._scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -54,6 +55,9 @@ class HostCoreAttention(torch.nn.Module):
         """query [tokens, heads, dim], key and value [tokens, groups, dim] -> [tokens, heads * dim]."""
         if packed_seq_params is None:
             raise TrainerError("packed attention needs packed sequences", fix="pass packed_seq_params")
+        context = getattr(packed_seq_params, "context", None)
+        if context is not None:
+            return self._attend_chunks(context, query, *context.gathered(key, value))
         shared = getattr(packed_seq_params, "shared_prompts", None)
         if shared is not None:
             return self._attend_shared(shared, query, key, value)
@@ -64,6 +68,21 @@ class HostCoreAttention(torch.nn.Module):
         parts = zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
         outputs = [self._attend(run, q, k, v) for run, q, k, v in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_chunks(self, context: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Each chunk of this rank to its segment up to the chunk's end; see `trainer.megatron.context`."""
+        parts = zip(
+            query.split(context.query_lengths), key.split(context.key_lengths), value.split(context.key_lengths), strict=True
+        )
+        outputs = []
+        for q, k, v in parts:
+            seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outputs.append(out[0].transpose(0, 1).flatten(1))
+        return torch.cat(outputs)
 
     def _attend_shared(self, shared: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Prompts attend to themselves, responses to their prompt and themselves; see `trainer.megatron.shared_prompts`."""

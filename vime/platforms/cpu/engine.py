@@ -58,6 +58,9 @@ def _environment(request: RoleRequest) -> dict[str, EnvValue]:
         "VLLM_CPU_OMP_THREADS_BIND": EnvValue("nobind", binding),
         "VLLM_ENABLE_V1_MULTIPROCESSING": EnvValue("0", "keeps a single worker inside the engine core: one process less"),
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": EnvValue("3600", "idle control connections must outlive an evaluation"),
+        "VLLM_MLA_DISABLE": EnvValue(
+            "1", "a host's kernel for latent attention takes ranks of 512 and 64 alone, and neither shares nor splits prompts"
+        ),
         "VLLM_NO_USAGE_STATS": EnvValue("1", "a training run reports nothing to third parties"),
         "HF_HUB_OFFLINE": EnvValue("1", "the model is a local folder; a name must not start a download"),
     }

@@ -36,7 +36,8 @@ MEMORY = MemoryBackend(
 
 def runtime(request: RoleRequest) -> TrainerRuntime:
     """The factory that makes megatron-core run on the host."""
-    bootstrap = Factory("vime.platforms.cpu.trainer_runtime:HostRuntime", {"threads": request.threads})
+    options = {"threads": request.threads, "deterministic": request.deterministic}
+    bootstrap = Factory("vime.platforms.cpu.trainer_runtime:HostRuntime", options)
     return TrainerRuntime(bootstrap, device_type="cpu", why="megatron-core names an accelerator where it means its device")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from typing import Any
 
 import psutil
 import torch
@@ -16,13 +17,19 @@ class HostRuntime:
 
     Args:
         threads: host threads for computation.
+        deterministic: the same bits in every run, or an error from the operation that cannot.
     """
 
     device_type = "cpu"
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int = 1, deterministic: bool = False) -> None:
         affinity.bind()
         torch.set_num_threads(threads)
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+            # Otherwise every new tensor is filled first, which takes time and changes no result.
+            settings: Any = torch.utils.deterministic
+            settings.fill_uninitialized_memory = False
         host_facade.install()
         self._libc = _libc()
 

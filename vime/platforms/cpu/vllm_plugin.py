@@ -43,6 +43,7 @@ def register() -> None:
     keep_linear_weights()
     repack_experts_on_reload()
     roll_back_discarded_samples()
+    return_routed_experts()
     if os.environ.get("VIME_CPU_SHARED_PREFILL", "1") == "1":
         share_prefill()
 
@@ -217,6 +218,30 @@ def share_prefill() -> None:
     module = "vllm.model_executor.layers.attention.attention"
     if _patch(module, "Attention.forward", shared_prefill.make_attention_forward):
         _patch("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._model_forward", shared_prefill.make_model_forward)
+
+
+def return_routed_experts() -> None:
+    """Let `--enable-return-routed-experts` work with the host's runner; nothing changes for an engine without the flag.
+
+    Why: the flag is refused on a host, since only the other runner drives the connector that returns the ids. All parts
+    or none: a flag that is accepted by a runner that returns nothing would be silent. Goes when vLLM's V1 runner drives it.
+    """
+    from vime.platforms.cpu import routed_experts as parts
+
+    try:
+        connector = importlib.import_module(parts.CONNECTOR)
+        runner = importlib.import_module(parts.RUNNER).CPUModelRunner
+    except (ImportError, AttributeError):
+        _absent(parts.CONNECTOR, "get_aux_output_connector")
+        return
+    needed = [(connector, "get_aux_output_connector"), *((runner, name) for name in parts.RUNNER_PARTS)]
+    missing = [name for owner, name in needed if not hasattr(owner, name)]
+    if missing:
+        _absent(parts.RUNNER, missing[0])
+        return
+    if _patch(parts.CONFIG, parts.VERIFY, parts.make_verify):
+        for name, make in parts.RUNNER_PARTS.items():
+            _patch(parts.RUNNER, f"CPUModelRunner.{name}", make)
 
 
 def _patch(module: str, path: str, make: Callable[[Any], Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vime.facts.process import Factory
-from vime.facts.transports import Edge, Precondition, Relation, Side, TransferCost, TransportOffer
+from vime.facts.transports import Edge, Precondition, Side, TransferCost, TransportOffer
 
 _MEASURED = "measured"
 
@@ -49,8 +49,7 @@ def offers(edge: Edge, side: Side) -> tuple[TransportOffer, ...]:
 
 def _preconditions(protocol: str, edge: Edge, side: Side) -> tuple[Precondition, ...]:
     if protocol == "host_shm":
-        near = edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE)
-        return (Precondition(near, "trainer and engine must run on one node to share its memory"),)
+        return (Precondition(edge.on_one_host, "trainer and engine must run on one node to share its memory"),)
     if protocol == "collective":
         # The trainer's library is the group's, so a trainer here needs an engine that speaks it.
         asked = {"engine": edge.engine} if side is Side.ENGINE else {"trainer": edge.trainer, "engine": edge.engine}
