@@ -16,8 +16,6 @@ from vime.platforms.cpu.engine import ARGS
 from vime.rollout.engine import EngineServer, EngineSpec
 from vime.testing.tiny_models import make_tiny_qwen3_moe
 
-pytestmark = pytest.mark.slow
-
 KEY = "routes-key"
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -18,7 +18,7 @@ def check(config: Config, tree: Node) -> tuple[list[VimeError], tuple[Finding, .
     """Errors and warnings of a configuration whose keys are each valid by themselves."""
     errors: list[VimeError] = [
         ConfigError(what, where=_where(tree, path), fix=fix)
-        for path, what, fix in (*_batch(config), *_lengths(config), *_sets(config), *_models(config))
+        for path, what, fix in (*_batch(config), *_lengths(config), *_support(config), *_sets(config), *_models(config))
     ]
     given = _given(tree)
     warnings = tuple(Finding(what, _where(tree, path), fix) for path, what, fix in (*_inert(config, given), *_advice(config)))
@@ -47,6 +47,23 @@ def _given(tree: Node) -> set[str]:
                 yield from walk(item, f"{above}{index}.")
 
     return set(walk(tree, ""))
+
+
+def _support(config: Config) -> Iterator[Said]:
+    """A sampler that cuts the vocabulary reports log-probs over what it kept; the trainer's are over all of it."""
+    if config.algorithm.kind == "sft":
+        return
+    sampling = config.rollout.sampling
+    for key, value, whole, is_cut in (
+        ("top_p", sampling.top_p, 1.0, sampling.top_p < 1),
+        ("top_k", sampling.top_k, -1, sampling.top_k > 0),
+    ):
+        if is_cut:
+            what = (
+                f"`rollout.sampling.{key}: {value:g}` samples from a part of the vocabulary while the trainer's log-probs are "
+                "over all of it: every ratio would be off by the probability that was cut away"
+            )
+            yield f"rollout.sampling.{key}", what, f"set it to {whole:g}; sampling of evaluation sets may cut"
 
 
 def nearest_divisors(total: int, wanted: int) -> tuple[int, ...]:

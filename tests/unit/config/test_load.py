@@ -145,6 +145,14 @@ def test_a_training_temperature_that_cannot_be_is_refused_by_name(load: Load, te
     assert "temperature" in found
 
 
+@pytest.mark.parametrize("text", ["top_p: 0.9", "top_k: 20"])
+def test_a_sampler_that_cuts_the_vocabulary_is_refused_for_training(load: Load, text: str) -> None:
+    found = messages(load, f"rollout: {{sampling: {{{text}}}}}\n")
+    assert any(text.split(":")[0] in message and "the probability that was cut away" in message for message in found)
+    load("rollout: {sampling: {top_p: 1.0, top_k: -1}}\n")
+    load(f"evaluation: {{sets: [{{name: held, path: held.jsonl, sampling: {{{text}}}}}]}}\n")
+
+
 def test_temperature_zero_is_greedy_in_evaluation(load: Load) -> None:
     loaded = load("evaluation: {sets: [{name: a, path: x, sampling: {temperature: 0}}]}\n")
     assert loaded.config.evaluation.sets[0].sampling.temperature == 0

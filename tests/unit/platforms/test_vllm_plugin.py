@@ -102,3 +102,26 @@ def test_a_part_of_a_block_is_no_common_context() -> None:
 
 def test_a_small_saving_is_not_worth_it() -> None:
     assert step([(0, [1, 2, 3], [1]), (0, [1, 2, 3], [2])]) is None
+
+
+@pytest.mark.parametrize("gone", ["get_aux_output_connector", "initialize_kv_cache", "execute_model", "sample_tokens"])
+def test_returned_experts_need_every_part_of_the_engine(gone: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """A release that lacks one part keeps its refusal of the flag, and is told."""
+    from vime.platforms.cpu import routed_experts as parts
+
+    names = set(parts.RUNNER_PARTS) - {gone}
+    runner = type("CPUModelRunner", (), dict.fromkeys(names, print))
+    config = type("VllmConfig", (), {"_verify_aux_output_compatibility": lambda self: "refused"})
+    held = {} if gone == "get_aux_output_connector" else {"get_aux_output_connector": print}
+    for module, members in (
+        (parts.CONNECTOR, held), (parts.RUNNER, {"CPUModelRunner": runner}), (parts.CONFIG, {"VllmConfig": config}),
+    ):  # fmt: skip
+        fake = ModuleType(module)
+        fake.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, module, fake)
+    before = dict(vars(runner))
+    with caplog.at_level(logging.WARNING):
+        vllm_plugin.return_routed_experts()
+    assert gone in caplog.text
+    assert dict(vars(runner)) == before
+    assert config()._verify_aux_output_compatibility() == "refused"  # type: ignore[attr-defined]
