@@ -146,7 +146,7 @@ def test_absences_say_why(cpu: Platform, node: NodeInventory) -> None:
 def test_threads_reach_the_process_and_the_runtime(cpu: Platform, request_for) -> None:
     request = request_for(RoleKind.TRAINER, threads=3)
     assert cpu.process_env(request)["OMP_NUM_THREADS"].value == "3"
-    assert cpu.trainer_runtime(request).bootstrap.options == {"threads": 3}
+    assert cpu.trainer_runtime(request).bootstrap.options == {"threads": 3, "deterministic": request.deterministic}
 
 
 def test_engine_rules(cpu: Platform, request_for) -> None:

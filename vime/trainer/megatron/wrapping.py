@@ -28,6 +28,16 @@ class Wrapped:
         """megatron-core's parameter and gradient buffers, those of experts included; of a model that is trained."""
         return [buffer for part in self.chunks for buffer in (*part.buffers, *part.expert_parallel_buffers)]
 
+    def release(self) -> None:
+        """Let go of all pieces, which are of no use afterwards.
+
+        megatron-core hangs hooks on the nodes that collect gradients. They hold its wrapper in a ring that Python's collector
+        does not see, and with it buffers and process groups, whose threads run on in a process that builds another rank.
+        """
+        for part in self.chunks:
+            vars(part).clear()
+        self.chunks.clear()
+
     def parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(part.parameters() for part in self.chunks)
 

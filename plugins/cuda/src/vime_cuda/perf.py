@@ -49,12 +49,6 @@ _H200_RUN: Mapping[str, Quantity] = {
         f"at least: 8.04 GB from the host's copy, vLLM 0.26 that reloads layer by layer; {_RUN_4B}",
     ),
     "engine_update": Quantity(0.02, "s", Provenance.MEASURED, f"an update of 6 MB, median of 6; {_RUN_TINY}"),
-    "gather": Quantity(
-        66e9,
-        "bytes/s",
-        Provenance.MEASURED,
-        "the 0.026 s that an update of 3.44 GB took longer with a trainer of TP 2 than planned; vime bench on two H200",
-    ),
 }
 
 
