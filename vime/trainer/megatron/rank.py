@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vime.data.written import BackgroundWriter
 from vime.errors import MemoryStateError, TrainerError
 from vime.facts.memory import MemoryBackend, Tag
 from vime.memory.residency import TRAINER_TAGS, Residency, check_semantics
@@ -25,7 +24,7 @@ from vime.trainer.megatron.regions import tagged_tensors, total_bytes
 from vime.trainer.megatron.shared_prompts import arrange, pack_shared, saves_enough
 from vime.trainer.megatron.step import finalize_unscaled
 from vime.trainer.megatron.weights_view import WeightsView
-from vime.trainer.megatron.wrapping import wrap_model
+from vime.trainer.megatron.wrapping import Wrapped, wrap_model
 from vime.trainer.runtime import BindsHost, DeviceRuntime
 from vime.trainer.setup import TrainerSetup
 from vime.types import TrainSample
@@ -41,6 +40,7 @@ class Rank:
 
     tags: tuple[Tag, ...] = TRAINER_TAGS
     """What the role has on a device."""
+    _wrapped: Wrapped
 
     def __init__(self, setup: TrainerSetup) -> None:
         parallel.check_parallel(setup)
@@ -247,7 +247,6 @@ class TrainingRank(Rank):
         self._model.config.finalize_model_grads_func = finalize_unscaled
         self._model.config.grad_scale_func = self._optimizer.scale_loss
         self._progress = Progress()
-        self._writer = BackgroundWriter()
 
     def _tensors(self) -> dict[Tag, list[Tensor]]:
         return tagged_tensors(self._wrapped, self._optimizer)
@@ -262,20 +261,15 @@ class TrainingRank(Rank):
         """Completed optimizer updates, those before a resume included."""
         return self._progress.updates
 
-    def save(self, directory: Path, *, background: bool = False) -> None:
-        """Write a checkpoint from which training goes on bit for bit; see `checkpoint.save`. Raises CheckpointError."""
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint from which training goes on bit for bit. Raises CheckpointError."""
         self._require(TRAINER_TAGS, to="save a checkpoint")
-        checkpoint.save(self._state(), directory, background=self._writer if background else None)
+        checkpoint.save(self._state(), directory)
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint. Raises CheckpointError when it is torn or of another model."""
         self._require(TRAINER_TAGS, to="load a checkpoint")
         checkpoint.load(self._state(), directory)
-
-    def close(self) -> None:
-        """Leave when what was begun is on the disk."""
-        self._writer.wait()
-        super().close()
 
     def _state(self) -> TrainState:
         return TrainState(
