@@ -65,6 +65,7 @@ PART_OF: Mapping[str, str] = {
     "tests/unit/memory": "training",
     "tests/unit/models": "training",
     "tests/integration/test_trainer_layouts": "training",
+    "tests/integration/test_checkpoints": "training",
     "tests/integration/test_experts_run": "training",
     "tests/integration/test_families_run": "training",
     "tests/integration/test_family_layouts": "training",

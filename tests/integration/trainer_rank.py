@@ -57,6 +57,7 @@ def setup_of(job: dict[str, Any]) -> TrainerSetup:
         megatron=job.get("megatron", {}),
         recompute=job.get("recompute", "none"),
         overlap=job.get("overlap", False),
+        freeze_router=job.get("freeze_router", False),
         max_tokens_per_micro_batch=job.get("max_tokens", 8192),
     )
     return TrainerSetup(
@@ -113,7 +114,7 @@ def beside(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
         )
         metrics.append(worker.train_step([replace(work, micro_batches=batches)]))
         if job.get("save") and worker.step_count == job["save_at"]:
-            worker.save(Path(job["save"]))
+            worker.save(Path(job["save"]), background=job.get("background", False))
     if job.get("save_hf"):
         worker.save_hf(Path(job["save_hf"]))
     digests = {n: digest(t) for n, t in worker.weights_on_first_rank()}
@@ -129,12 +130,14 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         return beside(worker, job)
     if job.get("load"):
         worker.load(Path(job["load"]))
+    if job.get("save_loaded"):
+        worker.save(Path(job["save_loaded"]))
     dp_rank = worker._axes.dp_rank
     metrics = []
     for step in range(worker.step_count, job["steps"]):
         metrics.append(worker.train_step([share(samples(job["vocab"], step), job, dp_rank)]))
         if job.get("save") and worker.step_count == job["save_at"]:
-            worker.save(Path(job["save"]))
+            worker.save(Path(job["save"]), background=job.get("background", False))
     names = [t.name for t in worker.manifest().tensors]
     held = [name for name, _ in worker.weights()]
     digests = {n: digest(t) for n, t in worker.weights_on_first_rank()}

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vime.assemble import setups
 from vime.assemble.trainers import memory_of, start_trainers, team_of, trainer_starts
-from vime.cluster.checkpoints import RunCheckpoints, save_team
+from vime.cluster.checkpoints import RunCheckpoints, Writers, save_team
 from vime.cluster.fleet import EngineFleet, FleetRules
 from vime.cluster.joined import JoinedCluster, check_shared
 from vime.cluster.launch import Plugins, engine_actors, rollout_workers
@@ -85,6 +86,7 @@ async def run(order: Order, recorder: Recorder) -> None:
     async with AsyncExitStack() as stack:
         system = await launch(order, recorder, stack)
         roles = Roles(system)
+        stack.push_async_callback(roles.checkpoints.close)
         async with supervision(roles):
             await train(timed_run(roles.run(), recorder))
         await roles.finish()
@@ -244,6 +246,7 @@ class Roles:
         )
         self.buffer.watch_stale(lambda groups: self._count("rollout/returned_stale", groups))
         if start.state is not None:
+            self.counts.update(start.state.get("counts", {}))
             for warning in self.buffer.restore(start.state["buffer"]):
                 system.recorder.event("data_changed", warning)
         self.schedule = StepSchedule(config.schedule.num_steps, start=start.version.step, stop_when=config.schedule.stop_when)
@@ -282,12 +285,17 @@ class Roles:
 
     async def finish(self) -> None:
         """Save what the schedule's end did not: the last checkpoint of a run that stopped early, and the model."""
+        await self.checkpoints.settle()
         if not self.system.config.checkpoint.last:
             return
         if self.system.fleet is not None and setups.sleep_level(self.system.plan):
             await self.system.fleet.stop()  # They hold the devices.
         await self.checkpoints.save(self.last)
-        folder = self.system.config.run.dir / MODEL
+        await self._export(self.system.config.run.dir / MODEL)
+        await self.checkpoints.settle()
+
+    async def _export(self, folder: Path) -> None:
+        """Write the actor as a Hugging Face folder."""
         await self.team.work([self.team.actor], lambda actor: actor.link.all("save_hf", folder), needs=TRAINER_TAGS)
 
     async def wait_open(self) -> None:
@@ -392,15 +400,17 @@ class Roles:
         self.schedule.observe(metrics)
 
     def _checkpoints(self) -> RunCheckpoints:
-        system = self.system
-        return RunCheckpoints(
-            system.config.run.dir / layout.CHECKPOINTS,
-            lambda folder: save_team(self.team, folder),
-            system.config.checkpoint,
-            is_last=self.schedule.is_last,
+        config, section = self.system.config, self.system.config.checkpoint
+        writers = Writers(
+            save=lambda folder: save_team(self.team, folder, background=section.asynchronous),
+            export=self._export,
             state=self._state,
-            saved=system.recorder.saved,
         )
+        return RunCheckpoints(config.run.dir, writers, section, is_last=self.schedule.is_last, saved=self._saved)
+
+    def _saved(self, version: PolicyVersion, waited_s: float, whole_s: float) -> None:
+        metrics = {"perf/save_write_time": whole_s} if self.system.config.checkpoint.asynchronous else {}
+        self.system.recorder.saved(version, waited_s, metrics=metrics)
 
     def _state(self, step: int) -> dict[str, Any]:
         """The driver's part of a checkpoint."""
@@ -408,6 +418,7 @@ class Roles:
             "buffer": self.buffer.state(step),
             "evaluated": sorted(self.evaluation.done),
             "metrics_position": self.system.recorder.position(),
+            "counts": dict(self.counts),
         }
 
     def _count(self, name: str, amount: float) -> None:

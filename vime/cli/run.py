@@ -52,7 +52,7 @@ def train(prepared: Prepared, *, resume: bool) -> int:
 
     require_models(prepared.config)
     directory = prepared.config.run.dir
-    beginning = begin(directory, resume=resume)
+    beginning = begin(directory, resume=resume, content=prepared.config.checkpoint.verify == "content")
     _write_record(prepared, directory)
     from vime.observe.recorder import open_recorder
 
@@ -102,8 +102,8 @@ class Beginning:
     snapshot: Snapshot | None
 
 
-def begin(directory: Path, *, resume: bool) -> Beginning:
-    """Take the directory: a new one, or with `resume` an old one at its newest whole checkpoint.
+def begin(directory: Path, *, resume: bool, content: bool = True) -> Beginning:
+    """Take the directory: a new one, or with `resume` an old one at its newest whole checkpoint; `content`: see there.
 
     Raises ConfigError for a directory that already holds a run, CheckpointError where there is none to go on with.
     """
@@ -126,7 +126,7 @@ def begin(directory: Path, *, resume: bool) -> Beginning:
     marker = directory / INCARNATION
     incarnation = int(marker.read_text()) + 1 if marker.exists() else 0
     marker.write_text(f"{incarnation}\n")
-    return Beginning(incarnation, latest_snapshot(directory / layout.CHECKPOINTS) if resume else None)
+    return Beginning(incarnation, latest_snapshot(directory / layout.CHECKPOINTS, content=content) if resume else None)
 
 
 def _write_record(prepared: Prepared, directory: Path) -> None:

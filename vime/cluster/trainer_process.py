@@ -127,8 +127,8 @@ class TrainerProcess:
 
     # ---- checkpoints
 
-    def save(self, directory: Path) -> None:
-        self.worker.save(directory)
+    def save(self, directory: Path, background: bool = False) -> None:
+        self.worker.save(directory, background=background)
 
     def load(self, directory: Path) -> int:
         """Restore everything; returns the number of optimizer steps done."""

@@ -112,6 +112,7 @@ FLAGS: Mapping[str, Flag] = {
     # schedule, checkpoints, evaluation, observation
     "num-rollout": Flag("schedule.num_steps"),
     "save-interval": Flag("checkpoint.every"),
+    "async-save": switch("checkpoint.asynchronous", True),
     "eval-interval": Flag("evaluation.every"),
     "skip-eval-before-train": switch("evaluation.at_start", False),
     "in-flight-updates": switch("weights.update", "in_flight"),

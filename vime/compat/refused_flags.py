@@ -14,9 +14,9 @@ _BY_ANSWER: Mapping[str, str] = {
         teacher-port teacher-warmup-port teacher-warmup-timeout-s teacher-sample-reduction-chunk-size
         teacher-label-reduction-chunk-size megatron-server-max-length megatron-server-update-timeout-s""",
     "the critic is saved with the run's checkpoints: leave it out": "critic-save",
-    "a checkpoint is whole before the next step begins: leave it out": "async-save",
     "a checkpoint has all that a resumed run needs: leave it out": "no-save-optim",
-    "the model is written to the run's folder in Hugging Face form when the run ends: leave it out": "save-hf",
+    "the model is written to the run's folder in Hugging Face form when the run ends, and on the way with"
+    " `checkpoint.export_every` of a run file: leave it out": "save-hf",
     "vime trains full weights only: merge the adapter into the model and give its folder as --hf-checkpoint": """
         lora-rank lora-alpha lora-target-modules use-lora""",
     "vime trains text models only: leave image columns out": "multimodal-keys",

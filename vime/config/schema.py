@@ -188,10 +188,31 @@ class CheckpointSection(Section):
     """Saving and resuming."""
 
     every: NonNegative = Field(default=0, description="Steps between checkpoints; 0: only at the end.")
-    keep: Count = 2
+    keep: Count = Field(default=2, description="So many of the newest checkpoints stay.")
+    keep_every: NonNegative = Field(
+        default=0, description="Checkpoints of steps that this divides stay beside them; a multiple of `every`. 0: no others."
+    )
     last: bool = Field(
         default=True, description="Write a checkpoint and the model when the run ends; false: neither, for measurements."
     )
+    asynchronous: bool = Field(
+        default=False,
+        description="Training goes on while a checkpoint is written, from a copy in host memory; the next one waits for it.",
+    )
+    timeout_s: Seconds = Field(default=3600.0, description="Longest time for writing one checkpoint.")
+    verify: Literal["content", "size"] = Field(
+        default="content", description="What `--resume` checks of every file: its checksum, or its size only."
+    )
+    export_every: NonNegative = Field(
+        default=0, description="Steps between Hugging Face folders of the model in `exports`; 0: only at the end, in `model`."
+    )
+    export_keep: NonNegative = Field(default=0, description="So many of the newest of these stay; 0: all.")
+
+    @model_validator(mode="after")
+    def _kept_are_written(self) -> CheckpointSection:
+        if self.keep_every and (not self.every or self.keep_every % self.every):
+            raise ValueError(f"keep_every must be a multiple of every ({self.every}), here it is {self.keep_every}")
+        return self
 
 
 class EvaluationSet(Section):

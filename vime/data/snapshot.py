@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import re
-import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vime.data import disk
+from vime.data.disk import FileSum, Retention
 from vime.errors import CheckpointError
 
 SCHEMA = "vime.checkpoint/v1"
 MANIFEST = "manifest.json"
 STATE = "state.json"
-CHECKSUM_LIMIT_BYTES = 2**30
-"""Larger files are checked by size only: hashing runs at about 1.5 GiB/s a thread, and the trainer waits for it."""
-
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_PARTIAL = re.compile(r"\.partial-step-\d{8,}-[0-9a-f]{32}")
-_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -37,61 +28,63 @@ class Snapshot:
     warnings: tuple[str, ...] = ()
 
 
-def write_snapshot(root: Path, step: int, write: Callable[[Path], None], *, state: Mapping[str, Any], keep: int = 2) -> Path:
+def write_snapshot(
+    root: Path, step: int, write: Callable[[Path], None], *, state: Mapping[str, Any], keep: Retention | None = None
+) -> Path:
     """Write a checkpoint and return its folder; `write` puts the payload into the folder it is given.
 
     Killed at any moment, this leaves the previous checkpoint loadable. Raises CheckpointError when the folder cannot be
     written, and whatever `write` raises.
     """
-    partial = begin_snapshot(root, step)
+    partial = begin_snapshot(root, step, state=state)
     write(partial)
-    return commit_snapshot(partial, state=state, keep=keep)
+    return commit_snapshot(partial, keep=keep)
 
 
-def begin_snapshot(root: Path, step: int) -> Path:
-    """An empty folder for the payload of `step`. Nothing reads it before `commit_snapshot`."""
-    partial = root / f".partial-step-{step:08d}-{uuid.uuid4().hex}"
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise _cannot_write(root, error) from error
-    return partial
-
-
-def commit_snapshot(partial: Path, *, state: Mapping[str, Any], keep: int = 2) -> Path:
-    """Make a begun checkpoint whole, rename it into place, then remove what it replaces; return its folder.
-
-    The `keep` newest stay. Checkpoints of later steps are removed: they belong to a run that was rewound to before them.
-    Unfinished folders of runs that were killed are removed too; folders that are not ours are never touched.
-    """
-    root, step = partial.parent, int(partial.name.split("-")[2])
+def begin_snapshot(root: Path, step: int, *, state: Mapping[str, Any]) -> Path:
+    """A folder with the state, for the payload of `step`. Nothing reads it before `commit_snapshot`."""
+    partial = disk.partial_folder(root, step)
     try:
         text = json.dumps(state, indent=1, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the state of step {step} is not JSON: {error}", where=str(partial)) from error
     try:
-        _write_text(partial / STATE, text)
-        files = _sync_tree(partial)
-        _write_text(partial / MANIFEST, json.dumps({"schema": SCHEMA, "step": step, "files": files}, indent=1, sort_keys=True))
-        _fsync(partial)
-        final = _free_name(root, step)
-        os.rename(partial, final)
-        _fsync(root)
-        _prune(root, newest=final, keep=keep)
+        partial.mkdir(parents=True)
+        disk.write_text(partial / STATE, text)
     except OSError as error:
-        raise _cannot_write(partial, error) from error
+        raise disk.cannot_write(root, error) from error
+    return partial
+
+
+def commit_snapshot(partial: Path, *, known: Mapping[str, FileSum] | None = None, keep: Retention | None = None) -> Path:
+    """Make a begun checkpoint whole, rename it into place, then remove what it replaces; return its folder.
+
+    `known` are sums of files, by path inside the folder, that their writers took and flushed; the others are read for theirs.
+    The two newest stay, or what `keep` says. Checkpoints of later steps are removed: they belong to a run that was rewound to
+    before them. Unfinished folders of runs that were killed are removed too; folders that are not ours are never touched.
+    """
+    try:
+        files = {name: asdict(found) for name, found in disk.sync_tree(partial, known or {}).items()}
+        manifest = {"schema": SCHEMA, "step": disk.step_of(partial), "files": files}
+        disk.write_text(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+        final = disk.rename_into_place(partial)
+        older = [path for path in disk.whole_folders(final.parent) if disk.age(path)[0] < disk.age(final)[0]]
+        kept = (keep or Retention()).kept([path for path in older if _looks_whole(path)])
+        disk.remove_others(final.parent, {final, *kept})
+    except OSError as error:
+        raise disk.cannot_write(partial, error) from error
     return final
 
 
-def latest_snapshot(root: Path) -> Snapshot | None:
-    """The newest whole checkpoint, or None when there has never been one.
+def latest_snapshot(root: Path, *, content: bool = True) -> Snapshot | None:
+    """The newest whole checkpoint, or None when there has never been one; see `load_snapshot`.
 
     Raises CheckpointError when there are checkpoints, but every one is torn: starting over is then for the user to decide.
     """
     warnings: list[str] = []
-    for path in reversed(_snapshots(root)):
+    for path in reversed(disk.whole_folders(root)):
         try:
-            return load_snapshot(path, warnings=tuple(warnings))
+            return load_snapshot(path, content=content, warnings=tuple(warnings))
         except CheckpointError as error:
             warnings.append(f"skipped a torn checkpoint: {error.where}: {error.what}")
     if warnings:
@@ -103,34 +96,38 @@ def latest_snapshot(root: Path) -> Snapshot | None:
     return None
 
 
-def load_snapshot(path: Path, *, warnings: tuple[str, ...] = ()) -> Snapshot:
-    """Check a checkpoint's files against its manifest and read its state. Raises CheckpointError where they differ."""
-    match = _NAME.fullmatch(path.name)
-    if match is None:
+def load_snapshot(path: Path, *, content: bool = True, warnings: tuple[str, ...] = ()) -> Snapshot:
+    """Check a checkpoint's files against its manifest and read its state.
+
+    All files are read, or without `content` only their sizes looked at. Raises CheckpointError where they differ.
+    """
+    step = disk.step_of(path)
+    if step is None or path.name.startswith("."):
         raise CheckpointError("not the folder of a checkpoint", where=str(path), fix="name a folder such as step-00000100")
     manifest = _read_json(path / MANIFEST)
-    step, files = int(match[1]), manifest.get("files")
+    files = manifest.get("files")
     if manifest.get("schema") != SCHEMA or manifest.get("step") != step or not isinstance(files, dict) or STATE not in files:
         raise CheckpointError(f"{MANIFEST} does not describe step {step}", where=str(path))
     try:
-        _verify(path, {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()})
+        sums = {name: FileSum(entry["bytes"], entry["sha256"]) for name, entry in files.items()}
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{MANIFEST} has a malformed entry: {error!r}", where=str(path)) from error
+    _verify(path, sums, content=content)
     return Snapshot(path, step, _read_json(path / STATE), warnings)
 
 
-def _verify(path: Path, files: Mapping[str, tuple[int, str | None]]) -> None:
-    for name, (expected, _) in files.items():
+def _verify(path: Path, files: Mapping[str, FileSum], *, content: bool) -> None:
+    for name, expected in files.items():
         try:
             found = (path / name).stat().st_size
         except OSError:
             raise CheckpointError(f"{name} is missing", where=str(path)) from None
-        if found != expected:
-            raise CheckpointError(f"{name} has {found} bytes, the manifest says {expected}", where=str(path))
-    hashed = [name for name, (_, digest) in files.items() if digest is not None]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for name, digest in zip(hashed, pool.map(_sha256, [path / name for name in hashed]), strict=True):
-            if digest != files[name][1]:
+        if found != expected.bytes:
+            raise CheckpointError(f"{name} has {found} bytes, the manifest says {expected.bytes}", where=str(path))
+    hashed = [name for name, expected in files.items() if content and expected.sha256 is not None]
+    with ThreadPoolExecutor(disk.THREADS) as pool:
+        for name, digest in zip(hashed, pool.map(disk.sha256, [path / name for name in hashed]), strict=True):
+            if digest != files[name].sha256:
                 raise CheckpointError(f"the content of {name} differs from its checksum", where=str(path))
 
 
@@ -146,78 +143,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_tree(folder: Path) -> dict[str, dict[str, Any]]:
-    """Flush every file and folder below `folder` to the disk; return the manifest's entries."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    with ThreadPoolExecutor(_THREADS) as pool:
-        entries = dict(zip([p.relative_to(folder).as_posix() for p in paths], pool.map(_sync_file, paths), strict=True))
-    for directory in (p for p in folder.rglob("*") if p.is_dir()):
-        _fsync(directory)
-    return entries
-
-
-def _sync_file(path: Path) -> dict[str, Any]:
-    _fsync(path)
-    size = path.stat().st_size
-    return {"bytes": size, "sha256": _sha256(path) if size <= CHECKSUM_LIMIT_BYTES else None}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _snapshots(root: Path) -> list[Path]:
-    """Our folders under `root`, oldest first; a second one of the same step is newer."""
-    if not root.is_dir():
-        return []
-    return sorted((p for p in root.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()), key=_age)
-
-
-def _age(path: Path) -> tuple[int, int]:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1]), int(match[2] or 0)
-
-
-def _free_name(root: Path, step: int) -> Path:
-    """A name that is not taken: an older checkpoint of the same step must stay until this one is whole."""
-    taken = [generation for other, generation in map(_age, _snapshots(root)) if other == step]
-    return root / (f"step-{step:08d}.{max(taken) + 1}" if taken else f"step-{step:08d}")
-
-
 def _looks_whole(path: Path) -> bool:
     """Manifest and sizes agree; content is not read."""
     try:
-        files = _read_json(path / MANIFEST)["files"]
-        return all((path / name).stat().st_size == entry["bytes"] for name, entry in files.items())
-    except (CheckpointError, OSError, KeyError, TypeError, AttributeError):
+        load_snapshot(path, content=False)
+    except CheckpointError:
         return False
-
-
-def _prune(root: Path, *, newest: Path, keep: int) -> None:
-    older = [path for path in _snapshots(root) if path != newest and _age(path)[0] < _age(newest)[0]]
-    whole = [path for path in older if _looks_whole(path)]
-    kept = {newest, *whole[-(keep - 1) :]} if keep > 1 else {newest}
-    for path in root.iterdir():
-        if path not in kept and path.is_dir() and (_PARTIAL.fullmatch(path.name) or _NAME.fullmatch(path.name)):
-            shutil.rmtree(path)
-
-
-def _cannot_write(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot write: {error}", where=str(path), fix="check free space and permissions of run.dir")
+    return True

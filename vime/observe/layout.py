@@ -14,6 +14,7 @@ PLAN = "plan.json"
 LOGS = "logs"
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
+EXPORTS = "exports"
 
 
 def require_run(directory: Path) -> Path:

@@ -183,7 +183,6 @@ def test_the_models_shape_is_accepted_and_not_used() -> None:
         ("--use-opd --opd-type vllm --opd-teacher-load /t", "--opd-type megatron"),
         ("--use-opd --opd-teacher-load /t --advantage-estimator ppo", "--advantage-estimator grpo"),
         ("--partial-rollout", "--in-flight-updates"),
-        ("--async-save", "leave it out"),
         ("--disable-compute-advantages-and-returns", "--loss-type sft_loss"),
         ("--vllm-config x", "--topology"),
         ("--advantage-estimator trpo", "use one of grpo"),
@@ -327,6 +326,12 @@ def test_settings_for_which_slime_has_no_flag() -> None:
     assert (made.cluster.address, made.weights.update, made.data.shuffle) == ("10.0.0.5:6379", "in_flight", False)
     assert (made.algorithm.old_log_probs, made.algorithm.whiten) == ("recompute", False)
     assert "contradicts" in errors("--old-log-probs recompute --use-rollout-logprobs")[0]
+
+
+def test_checkpoints_are_written_while_training_goes_on() -> None:
+    made = config("--save-interval 5 --async-save").checkpoint
+    assert (made.every, made.asynchronous) == (5, True)
+    assert not config("--save-interval 5").checkpoint.asynchronous
 
 
 def test_evaluation_sets() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from vime.data import snapshot
+from vime.data import disk
+from vime.data.disk import FileSum, Retention
 from vime.data.snapshot import begin_snapshot, commit_snapshot, latest_snapshot, load_snapshot, write_snapshot
 from vime.errors import CheckpointError
 
@@ -23,8 +24,9 @@ def payload(text: str):
     return write
 
 
-def save(root: Path, step: int, *, text: str = "weights", keep: int = 2) -> Path:
-    return write_snapshot(root, step, payload(f"{text} {step}"), state={"step": step, "nested": {"a": [1, None]}}, keep=keep)
+def save(root: Path, step: int, *, text: str = "weights", keep: int = 2, keep_every: int = 0) -> Path:
+    state = {"step": step, "nested": {"a": [1, None]}}
+    return write_snapshot(root, step, payload(f"{text} {step}"), state=state, keep=Retention(keep, keep_every))
 
 
 def names(root: Path) -> list[str]:
@@ -105,22 +107,59 @@ def test_foreign_folders_and_files_are_ignored_and_kept(tmp_path: Path) -> None:
         load_snapshot(tmp_path / "best")
 
 
+def test_some_stay_beside_the_newest(tmp_path: Path) -> None:
+    for step in range(2, 14, 2):
+        save(tmp_path, step, keep_every=4)
+    assert [int(name[-2:]) for name in names(tmp_path)] == [4, 8, 10, 12]
+    save(tmp_path, 9, keep=1, keep_every=4)
+    assert [int(name[-2:]) for name in names(tmp_path)] == [4, 8, 9]
+
+
 def test_begin_and_commit_in_two_moves(tmp_path: Path) -> None:
-    partial = begin_snapshot(tmp_path, 7)
+    state = {"at": 7}
+    partial = begin_snapshot(tmp_path, 7, state=state)
+    state["at"] = 8
     payload("x")(partial)
     assert latest_snapshot(tmp_path) is None
-    assert commit_snapshot(partial, state={}).name == "step-00000007"
-    assert latest_step(tmp_path) == 7
+    assert commit_snapshot(partial).name == "step-00000007"
+    found = latest_snapshot(tmp_path)
+    assert found is not None
+    assert (found.step, found.state) == (7, {"at": 7})
 
 
-def test_large_files_are_checked_by_size_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "CHECKSUM_LIMIT_BYTES", 255)
+def test_without_content_only_sizes_are_looked_at(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "rng.bin").write_bytes(bytes(256))
-    assert latest_step(tmp_path) == 1
+    assert load_snapshot(path, content=False).step == 1
+    with pytest.raises(CheckpointError, match=r"content of rng.bin differs"):
+        latest_snapshot(tmp_path)
     (path / "rng.bin").write_bytes(bytes(255))
     with pytest.raises(CheckpointError, match=r"rng.bin has 255 bytes, the manifest says 256"):
+        load_snapshot(path, content=False)
+
+
+def test_sums_of_writers_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a writer hashed is not read again, and a later look finds what has changed since then."""
+    partial = begin_snapshot(tmp_path, 1, state={})
+    payload("x")(partial)
+    known = disk.sync_file(partial / "rng.bin")
+    read: list[str] = []
+    original = disk.sha256
+    monkeypatch.setattr(disk, "sha256", lambda path: read.append(path.name) or original(path))
+    (partial / "rng.bin").write_bytes(bytes(256))
+    path = commit_snapshot(partial, known={"rng.bin": known})
+    assert sorted(read) == ["0.bin", "state.json"]
+    with pytest.raises(CheckpointError, match=r"content of rng.bin differs"):
         load_snapshot(path)
+
+
+def test_a_writer_s_file_that_is_not_here_is_no_checkpoint(tmp_path: Path) -> None:
+    for name, size in (("rng.bin", 255), ("other.bin", 1)):
+        partial = begin_snapshot(tmp_path, 1, state={})
+        payload("x")(partial)
+        with pytest.raises(CheckpointError, match=f"{name} was written with {size} bytes, here it has"):
+            commit_snapshot(partial, known={name: FileSum(size, "0")})
+    assert latest_snapshot(tmp_path) is None
 
 
 def test_a_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
@@ -212,7 +251,7 @@ def effects() -> list[tuple[Any, str]]:
         (Path, "open"),
         (Path, "mkdir"),
         (Path, "write_text"),
-        (snapshot, "_sync_file"),
+        (disk, "sync_file"),
     ]
 
 
@@ -237,7 +276,7 @@ def save_until(root: Path, calls: int, *, torn_write: bool) -> int:
 
             return call
 
-        snapshot._THREADS = 1
+        disk.THREADS = 1
         for owner, name in effects():
             setattr(owner, name, counted(getattr(owner, name)))
         save(root, 3)

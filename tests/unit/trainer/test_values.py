@@ -166,7 +166,7 @@ def test_a_critic_goes_on_bit_for_bit(worker_of, tmp_path):
     assert [fresh.train_step([work(with_values(fresh, rows))]) for _ in range(2)] == expected
     assert fresh.score([rows]) == values
     actor = worker_of()
-    with pytest.raises(CheckpointError, match="the checkpoint's model"):
+    with pytest.raises(CheckpointError, match="of another model: parameters"):
         actor.load(tmp_path / "checkpoint")
 
 

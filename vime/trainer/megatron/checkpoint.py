@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vime.data.written import BackgroundWriter, leave_note
 from vime.errors import CheckpointError
 from vime.trainer.megatron.model import Model
 from vime.trainer.megatron.parallel import Axes, random_state, set_random_state
 from vime.trainer.runtime import DeviceRuntime
 
 FORMAT = 1
+_SHOWN = 3
 
 
 @dataclass
@@ -39,12 +41,18 @@ class TrainState:
     progress: Progress
 
 
-def save(state: TrainState, directory: Path) -> None:
-    """Write a checkpoint into an empty directory; a collective over all ranks. Raises CheckpointError."""
+def save(state: TrainState, directory: Path, *, background: BackgroundWriter | None = None) -> None:
+    """Write a checkpoint into an empty directory; a collective over all ranks. Raises CheckpointError.
+
+    With `background` this rank's file is copied to the host's memory, and being written when this returns. Either way the
+    rank leaves a note in the directory once its file is on the disk: see `vime.data.written`.
+    """
     from megatron.core import dist_checkpointing
 
     from vime.trainer.megatron.checkpoint_writer import InProcessSave
 
+    if background is not None:
+        background.wait()  # One copy of the training state is all that a host must have room for.
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -52,10 +60,15 @@ def save(state: TrainState, directory: Path) -> None:
     tensors = _sharded(state, is_loading=False, with_random_state=True)
     tensors["progress"] = dataclasses.asdict(state.progress)
     tensors["scheduler"] = state.scheduler.state_dict()
+    strategy = InProcessSave(copies=background is not None)
     try:
-        dist_checkpointing.save(tensors, str(directory), InProcessSave(), content_metadata=content)
+        dist_checkpointing.save(tensors, str(directory), strategy, content_metadata=content)
+        if background is None:
+            leave_note(directory, dist.get_rank(), strategy.written)
     except _failures() as error:
         raise CheckpointError(f"cannot write a checkpoint: {error}", where=str(directory), fix="check the disk") from error
+    if background is not None:
+        background.start(directory, dist.get_rank(), strategy.copied)
 
 
 def load(state: TrainState, directory: Path) -> None:
@@ -73,6 +86,7 @@ def load(state: TrainState, directory: Path) -> None:
         _check_content(content, _content(state), directory)
         same_layout = content["layout"] == _content(state)["layout"]
         tensors = _sharded(state, is_loading=True, with_random_state=same_layout)
+        _check_there(tensors, directory)
         loaded: Any = dist_checkpointing.load(tensors, str(directory))
     except _failures() as error:
         raise CheckpointError(f"cannot read the checkpoint: {error}", where=str(directory)) from error
@@ -87,8 +101,22 @@ def _restore(state: TrainState, loaded: dict[str, Any]) -> None:
     state.scheduler.num_steps = 0
     state.scheduler.load_state_dict(loaded["scheduler"])
     state.progress.steps, state.progress.updates = loaded["progress"]["steps"], loaded["progress"]["updates"]
+    _count_updates(state)
     if "random" in loaded:
         set_random_state(loaded["random"], state.runtime)
+
+
+def _count_updates(state: TrainState) -> None:
+    """Let every parameter group know how many updates there were, which Adam corrects its moments by.
+
+    megatron-core keeps that count once, as the first rank has it. A kind of parameters that this rank has none of, such as
+    experts where the first pipeline stage is dense, would begin again at 0.
+    """
+    parts = [part for part in state.optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
+    groups = [group for part in parts for group in part.optimizer.param_groups]
+    if not any(torch.is_tensor(entry.get("step")) for part in parts for entry in part.optimizer.state.values()):
+        for group in groups:
+            group["step"] = state.progress.updates
 
 
 def _sharded(state: TrainState, *, is_loading: bool, with_random_state: bool) -> dict[str, Any]:
@@ -131,13 +159,51 @@ def _content(state: TrainState) -> dict[str, Any]:
 
 
 def _check_content(found: dict[str, Any], expected: dict[str, Any], directory: Path) -> None:
-    for key in ("format", "model", "dtype"):
-        if found.get(key) != expected[key]:
-            raise CheckpointError(
-                f"the checkpoint's {key} is {found.get(key)}, this run's is {expected[key]}",
-                where=str(directory),
-                fix="resume with the model and dtype that the checkpoint was made with",
-            )
+    where = str(directory)
+    if found.get("format") != expected["format"]:
+        raise CheckpointError(
+            f"the checkpoint has format {found.get('format')}, this vime reads {expected['format']}",
+            where=where,
+            fix="resume with the version of vime that wrote it",
+        )
+    then, now = found["dtype"].removeprefix("torch."), expected["dtype"].removeprefix("torch.")
+    if then != now:
+        raise CheckpointError(
+            f"the checkpoint is of a model in {then}, this run's is in {now}", where=where, fix=f"set model.dtype: {then}"
+        )
+    before, after = found["model"], expected["model"]
+    if changed := [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]:
+        rows = ", ".join(f"{key} {before.get(key)} (this run's: {after.get(key)})" for key in changed)
+        raise CheckpointError(
+            f"the checkpoint is of another model: {rows}",
+            where=where,
+            fix="set model.path to the folder that the run began with, or begin a new run from the model that it wrote",
+        )
+
+
+def _check_there(tensors: dict[str, Any], directory: Path) -> None:
+    """Raise CheckpointError, on every rank, when the checkpoint lacks a tensor that any rank needs."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    values = nested_values(tensors)
+    parts = (
+        part
+        for value in values
+        for part in (nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value])
+    )
+    needed = {part.key for part in parts if isinstance(part, ShardedTensor)}
+    own = sorted(needed - dist_checkpointing.load_tensors_metadata(str(directory)).keys())
+    lacking: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lacking, own)
+    if names := sorted({name for names in lacking for name in names}):
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        raise CheckpointError(
+            f"the checkpoint lacks what this run trains: {shown}",
+            where=str(directory),
+            fix="train the same parameters as the run that wrote it (trainer.freeze_router: true if routers are named)",
+        )
 
 
 def _failures() -> tuple[type[BaseException], ...]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vime.data.written import BackgroundWriter
 from vime.errors import MemoryStateError, TrainerError
 from vime.facts.memory import MemoryBackend, Tag
 from vime.memory.residency import TRAINER_TAGS, Residency, check_semantics
@@ -247,6 +248,7 @@ class TrainingRank(Rank):
         self._model.config.finalize_model_grads_func = finalize_unscaled
         self._model.config.grad_scale_func = self._optimizer.scale_loss
         self._progress = Progress()
+        self._writer = BackgroundWriter()
 
     def _tensors(self) -> dict[Tag, list[Tensor]]:
         return tagged_tensors(self._wrapped, self._optimizer)
@@ -261,15 +263,20 @@ class TrainingRank(Rank):
         """Completed optimizer updates, those before a resume included."""
         return self._progress.updates
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint from which training goes on bit for bit. Raises CheckpointError."""
+    def save(self, directory: Path, *, background: bool = False) -> None:
+        """Write a checkpoint from which training goes on bit for bit; see `checkpoint.save`. Raises CheckpointError."""
         self._require(TRAINER_TAGS, to="save a checkpoint")
-        checkpoint.save(self._state(), directory)
+        checkpoint.save(self._state(), directory, background=self._writer if background else None)
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint. Raises CheckpointError when it is torn or of another model."""
         self._require(TRAINER_TAGS, to="load a checkpoint")
         checkpoint.load(self._state(), directory)
+
+    def close(self) -> None:
+        """Leave when what was begun is on the disk."""
+        self._writer.wait()
+        super().close()
 
     def _state(self) -> TrainState:
         return TrainState(
