@@ -14,7 +14,7 @@ from vime.facts.memory import Tag
 from vime.facts.model import ModelShape
 from vime.facts.perf import Provenance
 from vime.facts.process import EnvMode, Factory, Parallel, RoleKind, RolePlacement, RoleRequest, Slot
-from vime.facts.transports import Edge, Relation, Side
+from vime.facts.transports import Edge, Hosts, Relation, Side
 from vime.platforms.lineage import Platform
 from vime_rocm import plugin
 from vime_rocm.process import CUDA, HIP, ROCR
@@ -254,6 +254,8 @@ def test_costs_are_the_vendors_figures_or_unknown() -> None:
     assert costs(edge((0, 1), (0, 1), Relation.SAME_DEVICE))["device_ipc"] == (64e9, "spec")
     assert costs(edge((0,), (1,), Relation.SAME_NODE, node("mi355x8")))["collective"] == (76.8e9, "spec")
     assert costs(edge((0,), (1,), Relation.NETWORK))["collective"] == (None, "unknown")
+    on_two_hosts = replace(edge((0, 1), (0, 1), Relation.SAME_DEVICE), hosts=Hosts.EACH)
+    assert costs(on_two_hosts)["device_ipc"] == (None, "unknown")
     assert costs(edge((0,), (0,), Relation.SAME_DEVICE, node("radeon")))["device_ipc"] == (None, "unknown")
 
 

@@ -96,7 +96,6 @@ def _cost(protocol: str, edge: Edge) -> TransferCost:
         return TransferCost(HOST_LINK / 2, provenance="derived")
     if protocol == "device_ipc" and len(edge.trainer.placement.slots) == 1:
         return TransferCost(kind.memory_bandwidth / 2, provenance="derived")
-    on_node = edge.relation in (Relation.SAME_DEVICE, Relation.SAME_NODE)
-    if protocol in ("device_ipc", "collective") and on_node:
+    if protocol in ("device_ipc", "collective") and edge.on_one_host:
         return TransferCost(kind.link, provenance="spec")
     return TransferCost(None)
