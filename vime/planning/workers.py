@@ -14,21 +14,18 @@ DEVICES_PER_WORKER = 64
 
 
 def check_workers(plan: Plan) -> Iterator[str]:
-    """W302 for too few rollout workers for the engines, or more than there are groups to sample."""
+    """W302 for fewer rollout workers than groups and engines need, or for more than there are groups to sample."""
     needs = plan.needs
     if not plan.engines:
         return
     devices = sum(len(engine.request.placement.slots) for engine in plan.engines)
     flying = needs.batch_size * (1 + needs.max_staleness)
-    for what, count, each in (
-        ("groups in flight", flying, GROUPS_PER_WORKER),
-        ("devices of engines", devices, DEVICES_PER_WORKER),
-    ):
-        least = -(-count // each)
-        if needs.workers < least:
-            yield f"W302 rollout.workers {needs.workers} for {count} {what}: a worker drives about {each}; write {least}"
-            return
-    if needs.workers > flying:
+    driven = (("groups in flight", flying, GROUPS_PER_WORKER), ("devices of engines", devices, DEVICES_PER_WORKER))
+    least, what, count, each = max((-(-count // each), what, count, each) for what, count, each in driven)
+    least = min(least, flying)
+    if needs.workers < least:
+        yield f"W302 rollout.workers {needs.workers} for {count} {what}: a worker drives about {each}; write {least}"
+    elif needs.workers > flying:
         idle = needs.workers - flying
         yield (
             f"W302 rollout.workers {needs.workers}, but at most {flying} groups are in flight (rollout.batch_size x"
