@@ -22,7 +22,7 @@ from vime.cli.prepare import Hardware
 from vime.compat.flags import config_from_flags
 from vime.config.load import LoadedConfig, load_config
 from vime.data.prompts import check_prompt_file
-from vime.errors import ConfigError, PluginError
+from vime.errors import ConfigError, PlanError, PluginError
 from vime.models.registry import read_shape
 from vime.planning.assume import parse_words
 from vime.planning.plan import Plan
@@ -103,10 +103,21 @@ def test_what_the_readme_of_the_largest_example_says_of_its_plan() -> None:
     step = step_time(plan)
     assert (plan.recompute, plan.residency) == ("full", "park")
     assert step.total.seconds is not None
-    decode = next(part.estimate.seconds for part in step.parts if part.name == "decode")
+    decode = step.seconds("decode")
     assert f"a step of about {step.total.seconds:.0f} s, of which {decode:.0f} s are decoding" in told
-    words = {"recompute full": "recomputes all activations", "ep 16": "`ep 16`"}
-    assert all(text in told for text in words.values())
+    assert f"(`ep {plan.actor.request.parallel.ep}`), recomputes all activations and parks the trainer" in told
+    (pool,) = plan.pools
+    used, there = plan.memory.phase_bytes(pool.name, "training"), plan.memory.capacity_bytes[pool.name]
+    assert f"{used / 2**30:.0f} of {there / 2**30:.0f} GiB a device while it trains" in told
+
+
+def test_the_largest_example_is_refused_on_eight_devices_as_its_readme_says() -> None:
+    loaded = load("glm4.5-air-dapo", "gb200x8-colocate")
+    with pytest.raises(PlanError, match=r"^[^\n]*E231"):
+        planned(loaded)
+    told = example("glm4.5-air-dapo", "README.md").read_text().replace("\n", " ")
+    state = PARAMETERS["glm4.5-air-dapo"] * (2 + 4 + 12)
+    assert f"parameters, gradients and optimizer alone are {state / 1e12:.1f} TB" in told
 
 
 # ---- the announced step times
