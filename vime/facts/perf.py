@@ -50,7 +50,7 @@ UNITS: Mapping[str, str] = {
     "eager_layer": "s",
     "step_rest": "s",
 }
-"""What a plan reads, with its unit; `PerfTable` says what each is."""
+"""The unit of every name that is known; `PerfTable` says what each is. A plan reads all but `memcpy`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,9 @@ class PerfTable:
 
     `host_link` is one device's, alone and in one direction; `host_memory` is what the devices of one memory node share.
     `parking` (bytes/s) is the rate at which trainer state moves, where it is known to be lower. `engine_load` (bytes/s) and
-    `engine_update` (s) are what an engine needs for a full set of weights beside the transport. `gather` (bytes/s) is what a
-    trainer rank receives of the other ranks' parts of tensors when weights are put together for engines.
+    `engine_update` (s) are what an engine needs for a full set of weights beside the transport. `gather` (bytes/s) is the
+    rate at which a trainer rank receives what the others hold of the weights, to put them together for engines; it belongs here
+    only where the rates of transports leave that out. Without it an update's estimate has no such term.
 
     Shares that a step reaches: `memory_share` of `device_memory`, `matmul_share` of a data sheet's `matmul` by one large
     product, `trainer_share` and `prefill_share` of that. In seconds: `eager_layer` (of a decode step without captured graphs,

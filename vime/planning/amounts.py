@@ -78,13 +78,18 @@ def role_parameters(model: ModelShape, task: str) -> int:
     return model.parameters - (0 if model.tied_embeddings else model.vocab * model.hidden) + model.hidden
 
 
+def rank_parameters(model: ModelShape, parallel: Parallel, task: str = "actor") -> tuple[int, int]:
+    """Parameters that a training rank holds: those outside experts, and those of experts."""
+    experts = expert_parameters(model)
+    dense_here = -(-(role_parameters(model, task) - experts) // (parallel.tp * parallel.pp))
+    return dense_here, -(-experts // (parallel.ep * parallel.etp * parallel.pp))
+
+
 def trainer_amounts(
     model: ModelShape, dtype: str, parallel: Parallel, needs: PlanNeeds, *, task: str = "actor"
 ) -> tuple[Amount, ...]:
     """What a training rank holds in tensors. A frozen role holds its parameters, and works without gradients."""
-    experts = expert_parameters(model)
-    dense_here = -(-(role_parameters(model, task) - experts) // (parallel.tp * parallel.pp))
-    experts_here = -(-experts // (parallel.ep * parallel.etp * parallel.pp))
+    dense_here, experts_here = rank_parameters(model, parallel, task)
     here, width = dense_here + experts_here, DTYPE_BYTES[dtype]
     params = Amount(Tag.PARAMS, here * width, f"{here} parameters x {width}")
     scoring = (scoring_activations(model, dtype, parallel, needs, task=task),) if task in SCORES else ()
@@ -94,7 +99,7 @@ def trainer_amounts(
     experts_shared = max(1, parallel.devices // parallel.pp // (parallel.ep * parallel.etp))
     state = 8 if dtype == "float32" else 12
     moments = -(-dense_here * state // shared) + -(-experts_here * state // experts_shared)
-    how = f"{dense_here} x {state}/{shared}" + (f" + {experts_here} x {state}/{experts_shared}" if experts else "")
+    how = f"{dense_here} x {state}/{shared}" + (f" + {experts_here} x {state}/{experts_shared}" if experts_here else "")
     return (
         params,
         Amount(Tag.GRADS, here * 4, f"{here} parameters x 4"),
@@ -146,12 +151,15 @@ def _tokens(parallel: Parallel, needs: PlanNeeds) -> int:
 def kept_activations(model: ModelShape, dtype: str, parallel: Parallel, needs: PlanNeeds) -> Amount:
     """What the forward pass leaves for the backward pass; with full recomputation the input of every layer.
 
-    A first pipeline stage holds as many micro-batches as there are stages, so the layer count stays whole.
+    A first pipeline stage holds as many micro-batches as there are stages, so the layer count stays whole. Of a stage in pieces
+    it holds pp - 1 pieces more (Korthikanti et al. 2022, arXiv:2205.05198), as megatron-core's warm-up does.
     """
     tokens, width, recompute = _tokens(parallel, needs), DTYPE_BYTES[dtype], needs.recompute
     values = model.hidden if recompute == "full" else layer_values(model, parallel, selective=recompute == "selective")
-    how = f"{tokens} tokens x {model.layers} layers x {values} values x {width}, recompute {recompute}"
-    return Amount(Tag.ACTIVATIONS, tokens * model.layers * values * width, how)
+    more = (parallel.pp - 1) * -(-model.layers // (parallel.pp * parallel.vpp)) if parallel.vpp > 1 else 0
+    layers = model.layers + more
+    how = f"{tokens} tokens x {layers} layers x {values} values x {width}, recompute {recompute}"
+    return Amount(Tag.ACTIVATIONS, tokens * layers * values * width, how)
 
 
 def working_activations(model: ModelShape, dtype: str, parallel: Parallel, needs: PlanNeeds, *, head: bool = True) -> Amount:

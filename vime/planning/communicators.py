@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from vime.facts.inventory import NodeInventory, Tri
-from vime.facts.process import RoleRequest, Slot
+from vime.facts.inventory import NodeInventory
+from vime.facts.process import RoleRequest
+from vime.planning.place import domain_of
 from vime.planning.plan import TrainerPlan, TransportPlan
 
-_Member = tuple[NodeInventory, Slot]
 COLLECTIVE = "collective"
 """The protocol whose group holds the trainer's first rank and every engine worker."""
 
@@ -29,16 +29,16 @@ def crowded_domains(
     return tuple(found)
 
 
-def _members(request: RoleRequest) -> Iterator[_Member]:
-    return ((request.inventories[slot.node], slot) for slot in request.placement.slots)
+def _members(request: RoleRequest) -> Iterator[NodeInventory]:
+    """The node of every rank or worker."""
+    return (request.inventories[slot.node] for slot in request.placement.slots)
 
 
-def _crowded(trainer: TrainerPlan, what: str, members: Iterable[_Member]) -> Iterator[str]:
+def _crowded(trainer: TrainerPlan, what: str, members: Iterable[NodeInventory]) -> Iterator[str]:
     limit = trainer.collective.domain_ranks
     if limit is None:
         return
-    fabrics = (node.fabric for node, _ in members)
-    counts = Counter((fabric.id, fabric.clique) for fabric in fabrics if fabric is not None and fabric.usable is Tri.YES)
+    counts = Counter(domain for node in members if (domain := domain_of(node)) is not None)
     for (name, clique), count in counts.items():
         if count > limit:
             yield (

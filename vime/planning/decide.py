@@ -12,7 +12,7 @@ from vime.errors import Errors, PlanError
 from vime.facts.memory import NullMemory
 from vime.facts.process import RoleRequest
 from vime.facts.transports import Edge, Side
-from vime.planning.amounts import RECOMPUTE, cache_is_bounded, model_bytes, speaks_of_cache
+from vime.planning.amounts import DTYPE_BYTES, RECOMPUTE, cache_is_bounded, model_bytes, rank_parameters, speaks_of_cache
 from vime.planning.ask import Asker
 from vime.planning.cache import Cache, choose_cache, start_share
 from vime.planning.memory import Occupant, can_leave, is_tight
@@ -150,8 +150,8 @@ def _transport(situation: Situation, rollout: Seat, asker: Asker, requests: tupl
     trainer = asker.ask(actor.platform, "transports", edge, Side.TRAINER)
     engine = asker.ask(rollout.platform, "transports", edge, Side.ENGINE)
     load = loading(num_bytes, situation.rates(rollout), in_place=not situation.model.experts)
-    axes = actor.role.parallel
-    load = together(load, gathering(num_bytes, situation.rates(actor), parts=max(axes.tp, axes.ep)))
+    elsewhere = situation.model.parameters - sum(rank_parameters(situation.model, actor.role.parallel))
+    load = together(load, gathering(elsewhere * DTYPE_BYTES[situation.dtype], situation.rates(actor)))
     return choose(edge, (trainer, engine), situation.wishes, where=situation.edge_where, load=load)
 
 

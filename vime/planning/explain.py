@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from vime.facts.memory import MemoryBackend
@@ -115,9 +116,8 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def axes_text(parallel: Parallel) -> str:
-    """Only the axes that are larger than 1."""
-    axes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep", "etp", "dp")}
-    return " ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
+    """Only the sizes that are larger than 1."""
+    return " ".join(f"{name} {size}" for name, size in asdict(parallel).items() if size > 1) or "one device"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -218,8 +218,8 @@ def _pool_json(pool: PoolPlan) -> dict[str, Any]:
 
 
 def _role_json(label: str, pool: str, slots: Sequence[Slot], parallel: Parallel) -> dict[str, Any]:
-    axes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep", "etp", "dp")}
-    return {"name": label, "pool": pool, "slots": [[slot.node, slot.device] for slot in slots], "parallel": axes}
+    placed = [[slot.node, slot.device] for slot in slots]
+    return {"name": label, "pool": pool, "slots": placed, "parallel": asdict(parallel)}
 
 
 def _estimate_json(estimate: Estimate) -> dict[str, Any]:

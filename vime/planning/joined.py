@@ -9,8 +9,8 @@ from vime.errors import PlanError
 from vime.facts.bindings import RayBinding
 from vime.facts.inventory import NodeInventory
 from vime.planning.masks import visible_node
-from vime.planning.place import physical_order
-from vime.planning.plan import Plan
+from vime.planning.place import nodes_of, physical_order
+from vime.planning.plan import Plan, pool_of
 from vime.topology.domains import num_nodes
 from vime.topology.load import LoadedTopology
 from vime.topology.model import NodeGroup, Pool
@@ -155,9 +155,9 @@ def _too_few(
 def check_engines(plan: Plan) -> None:
     """Raise PlanError E301 for an engine that would span nodes: its server is started on one."""
     for engine in plan.engines:
-        hosts = dict.fromkeys(slot.node for slot in engine.request.placement.slots)
+        hosts = nodes_of(engine.request.placement.slots)
         if len(hosts) > 1:
-            nodes = {pool.name: pool for pool in plan.pools}[engine.pool].inventories
+            nodes = pool_of(plan.pools, engine.pool).inventories
             names = ", ".join(nodes[node].hostname for node in hosts)
             text = f"E301 roles.{engine.request.role}: engine {engine.index} would span {names}; an engine runs on one node"
             raise PlanError(text, fix="use a smaller tp x pp x dp and more engines")

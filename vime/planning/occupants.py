@@ -63,8 +63,8 @@ def _parks(situation: Situation, candidate: Candidate, seat: Seat) -> bool:
 def _trainer(situation: Situation, candidate: Candidate, answered: Answered) -> tuple[Amount, ...]:
     seat, needs = answered.seat, replace(situation.needs, recompute=candidate.recompute)
     held = trainer_amounts(seat.model, situation.dtype, seat.role.parallel, needs, task=seat.role.task)
-    staging = seat is situation.actor and candidate.transport is not None and not seat.space.virtual
-    buffers = staging_amounts(candidate.transport) if staging and candidate.transport is not None else ()
+    transport = candidate.transport if seat is situation.actor and not seat.space.virtual else None
+    buffers = staging_amounts(transport) if transport is not None else ()
     return (*held, *trainer_footprint(situation.rates(seat)), *buffers)
 
 

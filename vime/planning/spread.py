@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from vime.facts.inventory import NodeInventory, Tri
+from vime.facts.inventory import NodeInventory
 from vime.facts.model import ModelShape
 from vime.facts.process import Parallel
 from vime.planning.amounts import trainer_amounts
 from vime.planning.memory import NEAR_LIMIT
 from vime.planning.needs import PlanNeeds, model_of
+from vime.planning.place import in_one_domain
 from vime.planning.units import in_units
 from vime.topology.load import LoadedTopology
 from vime.topology.rules import PoolNodes, ResolvedRole
@@ -64,9 +65,8 @@ def _room(loaded: LoadedTopology, nodes: Sequence[NodeInventory]) -> int | None:
 
 def _near(nodes: Sequence[NodeInventory]) -> int:
     """Devices that reach each other at scale-up speed."""
-    fabrics = {(n.fabric.id, n.fabric.clique) if n.fabric and n.fabric.usable is Tri.YES else None for n in nodes}
     sizes = [len(node.devices) for node in nodes]
-    return sum(sizes) if len(fabrics) == 1 and None not in fabrics else min(sizes)
+    return sum(sizes) if in_one_domain(nodes) else min(sizes)
 
 
 def _divides(role: ResolvedRole, ranks: int) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vime.facts.inventory import Tri
 from vime.facts.memory import Tag
 from vime.facts.perf import Provenance, Quantity
 from vime.planning.amounts import DTYPE_BYTES, MAX_SEQUENCES, given, role_parameters, token_bytes
 from vime.planning.assume import NO_WORDS, Assumption, Assumptions, assumptions
 from vime.planning.decode import Engine, EngineRates, Lengths, decode_seconds, prefill_seconds, read_weights, touched
-from vime.planning.place import nodes_of
+from vime.planning.place import in_one_domain, nodes_of
 from vime.planning.plan import EnginePlan, Plan, TrainerPlan, pool_of
 from vime.planning.switching import switches
 from vime.planning.time import Estimate, least_certain
@@ -124,8 +123,7 @@ def _products(plan: Plan, pool: str, assumed: Assumptions, share: str) -> _Rate:
 def _link(plan: Plan, member: TrainerPlan | EnginePlan) -> _Rate:
     """Between the devices of a role: within a node or one fabric, else over the network."""
     nodes = [pool_of(plan.pools, member.pool).inventories[n] for n in nodes_of(member.request.placement.slots)]
-    fabrics = {(n.fabric.id, n.fabric.clique) if n.fabric and n.fabric.usable is Tri.YES else None for n in nodes}
-    name = "scale_up" if len(nodes) == 1 or (len(fabrics) == 1 and None not in fabrics) else "network"
+    name = "scale_up" if len(nodes) == 1 or in_one_domain(nodes) else "network"
     return _rate(plan.perf[member.pool].get(name), f"{member.pool}.{name}")
 
 

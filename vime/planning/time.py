@@ -49,17 +49,16 @@ def loading(num_bytes: int, perf: PerfTable, *, in_place: bool) -> Estimate:
     return Estimate(start + num_bytes / rate.value, least_certain(told), how)
 
 
-def gathering(num_bytes: int, perf: PerfTable, *, parts: int) -> Estimate:
-    """What trainer ranks need to put tensors together that are cut into `parts`: what they receive / rate.
+def gathering(num_bytes: int, perf: PerfTable) -> Estimate:
+    """What a trainer rank needs to receive the `num_bytes` of the weights that other ranks hold: bytes / rate.
 
     `NOT_COUNTED` where the platform has no rate for it.
     """
     rate = perf.get("gather")
-    if parts == 1 or not rate.value:
+    if num_bytes == 0 or not rate.value:
         return NOT_COUNTED
-    received = num_bytes * (parts - 1) // parts
-    how = f"{decimal(received, 'B')} of other ranks / {decimal(rate.value, 'B/s')}"
-    return Estimate(received / rate.value, str(rate.provenance), how)
+    how = f"{decimal(num_bytes, 'B')} of other ranks / {decimal(rate.value, 'B/s')}"
+    return Estimate(num_bytes / rate.value, str(rate.provenance), how)
 
 
 def together(*estimates: Estimate) -> Estimate:
@@ -74,7 +73,9 @@ def together(*estimates: Estimate) -> Estimate:
 def transfer(
     trainer: TransferCost, engine: TransferCost, *, num_bytes: int, buffer_bytes: int, load: Estimate = NOT_COUNTED
 ) -> Estimate:
-    """fixed + chunks x per chunk + bytes / rate, with the slower half's number for each term, and the engine's `loading`."""
+    """fixed + chunks x per chunk + bytes / rate, with the slower half's number for each term, and `load`: what comes with any
+    transport.
+    """
     chunks = max(1, -(-num_bytes // buffer_bytes))
     fixed = max(trainer.fixed_s, engine.fixed_s)
     per_chunk = max(trainer.per_chunk_s, engine.per_chunk_s)

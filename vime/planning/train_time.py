@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vime.facts.model import ModelShape
 from vime.facts.process import Parallel
-from vime.planning.amounts import expert_parameters
+from vime.planning.amounts import rank_parameters
 from vime.planning.decode import Lengths, weighed_parameters
 
 
@@ -68,9 +68,7 @@ def reduction_bytes(batch: Trained, passes: float) -> float:
 
 def gradient_bytes(model: ModelShape, parallel: Parallel, width: int) -> float:
     """Gradients in float32 to the rank that owns them, and parameters back, for one update."""
-    experts = expert_parameters(model)
-    dense_here = (model.parameters - experts) / (parallel.tp * parallel.pp)
-    experts_here = experts / (parallel.ep * parallel.etp * parallel.pp)
+    dense_here, experts_here = rank_parameters(model, parallel)
     shared = parallel.dp * parallel.cp
     experts_shared = max(1, parallel.devices // parallel.pp // (parallel.ep * parallel.etp))
     crossing = dense_here * (shared - 1) / shared + experts_here * (experts_shared - 1) / experts_shared

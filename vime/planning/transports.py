@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vime.errors import PlanError
-from vime.facts.inventory import NodeInventory, Tri
+from vime.facts.inventory import NodeInventory
 from vime.facts.process import Slot
 from vime.facts.transports import Edge, Hosts, Relation, TransportOffer
+from vime.planning.place import in_one_domain, nodes_of
 from vime.planning.plan import Rejection, TransportPlan
 from vime.planning.time import NOT_COUNTED, Estimate, transfer
 
@@ -49,8 +50,8 @@ def relation(trainer: End, engine: End) -> Relation:
         return Relation.SAME_DEVICE
     if len(_machines(trainer, trainer.slots) | _machines(engine, engine.slots)) == 1:
         return Relation.SAME_NODE
-    domains = {_domain(end.nodes[slot.node]) for end in (trainer, engine) for slot in end.slots}
-    return Relation.SAME_DOMAIN if len(domains) == 1 and None not in domains else Relation.NETWORK
+    nodes = [end.nodes[node] for end in (trainer, engine) for node in nodes_of(end.slots)]
+    return Relation.SAME_DOMAIN if in_one_domain(nodes) else Relation.NETWORK
 
 
 def hosts(trainer: End, engine: End, engines: Sequence[Sequence[Slot]]) -> Hosts:
@@ -67,11 +68,6 @@ def _machines(end: End, slots: Sequence[Slot]) -> set[str]:
     return {end.nodes[slot.node].hostname for slot in slots}
 
 
-def _domain(node: NodeInventory) -> tuple[str, str] | None:
-    fabric = node.fabric
-    return (fabric.id, fabric.clique) if fabric is not None and fabric.usable is Tri.YES else None
-
-
 def choose(
     edge: Edge,
     offers: tuple[Sequence[TransportOffer], Sequence[TransportOffer]],
@@ -80,7 +76,7 @@ def choose(
     where: str | None,
     load: Estimate = NOT_COUNTED,
 ) -> TransportPlan:
-    """Pair, filter and rank. `offers` are the trainer's and the engine's; `load` is what the engine needs with any of them.
+    """Pair, filter and rank. `offers` are the trainer's and the engine's; `load` is what the two sides need with any of them.
 
     Preferred protocols come first in the order given, then by estimated time; unknown times come last.
 

@@ -21,7 +21,7 @@ UNBOUNDED = replace(BOUNDED, vllm={})
 
 
 def topology(*, share: str | None = "auto", actor: Any = None, rollout: Any = None, **more: Any) -> dict[str, Any]:
-    """One node of eight: an actor on all, two engines of four, on the same devices unless `share` is None."""
+    """An actor on the eight devices of a node, two engines of four on the same ones; on a second node where `share` is None."""
     made: dict[str, Any] = {
         "name": "made",
         "pools": {"p": {"platform": "acme", "nodes": 1 if share else 2}},

@@ -144,6 +144,15 @@ def test_a_mixture_after_dense_layers_counts_both() -> None:
     assert amounts.layer_values(model, Parallel()) == around + max(5 * FFN, 2 * (H + 6 * 64) + 5 * 96)
 
 
+@pytest.mark.parametrize(("pp", "vpp", "layers"), [(4, 1, 32), (4, 2, 32 + 3 * 4), (4, 8, 32 + 3), (2, 4, 32 + 4)])
+def test_a_stage_in_pieces_holds_more_layers_than_a_whole_one(pp: int, vpp: int, layers: int) -> None:
+    """As many pieces as megatron-core's first rank has begun before its first backward pass."""
+    kept = amounts.kept_activations(replace(TINY_MODEL, layers=32), "bfloat16", Parallel(pp=pp, vpp=vpp), NEEDS)
+    assert kept.num_bytes == 1000 * layers * PLAIN * 2
+    warm_up = 2 * (pp - 1) + (vpp - 1) * pp if vpp > 1 else pp - 1
+    assert layers == (warm_up + 1) * 32 // (pp * vpp)
+
+
 def test_tensor_and_context_parallel_split_activations() -> None:
     assert amounts.layer_values(TINY_MODEL, Parallel(tp=2)) == 4 * H + (6 * Q + 2 * KV) // 2 + 5 * FFN // 2
     half = amounts.kept_activations(TINY_MODEL, "float32", Parallel(cp=2), replace(NEEDS, recompute="none"))

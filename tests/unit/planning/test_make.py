@@ -312,6 +312,13 @@ def test_the_plan_in_words() -> None:
         assert part not in text
 
 
+def test_every_size_of_a_role_is_told() -> None:
+    plan = plan_of(topology(share=None, actor={"parallel": {"pp": 2, "vpp": 4}}))
+    assert "p-0[0-7]  pp 2 dp 4 vpp 4" in explain_text(plan)
+    sizes = explain_json(plan)["roles"][0]["parallel"]
+    assert sizes == {"tp": 1, "pp": 2, "cp": 1, "ep": 1, "etp": 1, "dp": 4, "vpp": 4}
+
+
 def test_the_plan_as_json() -> None:
     plan = plan_of(topology())
     told = json.loads(json.dumps(explain_json(plan)))
@@ -319,7 +326,7 @@ def test_the_plan_as_json() -> None:
         "name": "rollout#0",
         "pool": "p",
         "slots": [[0, 0], [0, 1], [0, 2], [0, 3]],
-        "parallel": {"tp": 4, "pp": 1, "cp": 1, "ep": 1, "etp": 1, "dp": 1},
+        "parallel": {"tp": 4, "pp": 1, "cp": 1, "ep": 1, "etp": 1, "dp": 1, "vpp": 1},
     }
     assert told["transport"]["protocol"] == "device_ipc"
     assert {row["tag"] for row in told["memory"]["rows"]} >= {"params", "optimizer", "kv"}

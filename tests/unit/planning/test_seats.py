@@ -27,13 +27,10 @@ from vime.planning.step import StepTime, step_time
 from vime.planning.switching import switches
 from vime.platforms.cpu import plugin
 from vime.platforms.lineage import Platform
+from vime.testing.plans import BIG, BOUNDED
 from vime.testing.platforms import GIB, TINY_MODEL, FakePlatform
 from vime.topology.load import load_topology, shipped_text
 
-BIG = replace(
-    TINY_MODEL, parameters=8 * 10**9, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=12288, vocab=151936
-)
-BOUNDED = PlanNeeds(micro_batch_tokens=2048, recompute="full", vllm={"kv_cache_memory_bytes": 30 * GIB})
 NEEDED = {"ref": "needs_reference", "critic": "needs_values", "teacher": "needs_teacher"}
 RATES = {"device_memory": 1e12, "matmul": 1e14, "scale_up": 1e11, "host_link": 50e9}
 

@@ -7,22 +7,13 @@ from dataclasses import replace
 import pytest
 
 from vime.errors import ConfigError
-from vime.planning.make import make_plan
-from vime.planning.needs import PlanNeeds
 from vime.planning.plan import Plan
 from vime.planning.updates import check_update
-from vime.testing.platforms import TINY_MODEL, FakePlatform
-from vime.topology.load import load_topology
+from vime.testing.plans import plan_of, topology
 
 
 def planned(*, share: bool, vllm: str | None = None) -> Plan:
-    source = {
-        "name": "made",
-        "pools": {"p": {"platform": "acme", "nodes": 1 if share else 2}},
-        "roles": {"actor": {"kind": "train", "devices": 8}, "rollout": {"kind": "rollout", "engines": 8}},
-        **({"share": [{"roles": ["actor", "rollout"]}]} if share else {}),
-    }
-    plan = make_plan(load_topology(source), model=TINY_MODEL, needs=PlanNeeds(), platforms={"acme": FakePlatform()})
+    plan = plan_of(topology(share="auto" if share else None))
     software = {} if vllm is None else {"vllm": vllm}
     engines = tuple(replace(e, request=replace(e.request, software=software)) for e in plan.engines)
     return replace(plan, engines=engines)

@@ -24,14 +24,12 @@ from vime.facts.process import EnvMode, EnvValue
 from vime.planning.make import Here, make_plan
 from vime.planning.needs import PlanNeeds
 from vime.planning.plan import Plan
+from vime.testing.plans import BIG
 from vime.testing.platforms import GIB, STAYS, TINY_MODEL, FakePlatform
 from vime.topology.load import load_topology
 from vime.topology.rules import NOTES, RULES
 
 BROKEN = Path(__file__).parent / "broken"
-BIG = replace(
-    TINY_MODEL, parameters=8 * 10**9, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=12288, vocab=151936
-)
 MOE = replace(TINY_MODEL, experts=8, experts_per_token=2, expert_ffn=64)
 WIDE = replace(MOE, heads=64, kv_heads=8, experts=64, layers=16)
 MODELS = {"tiny": TINY_MODEL, "big": BIG, "moe": MOE, "wide": WIDE}
