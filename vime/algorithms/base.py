@@ -140,7 +140,7 @@ def empty_batch() -> TokenBatch:
 
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` holds, else 0, all [tokens]. Selects, so that neither value nor gradient sees what is masked."""
+    """`values` where `mask` holds, else 0, of one shape. Selects, so that neither value nor gradient sees what is masked."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
@@ -174,8 +174,8 @@ def token_weights(
 
     `mask` [tokens] bool, `lengths` [samples]: tokens of each sample in it, in order. `rollout` averages the token means
     of rollouts: 1 / (trained tokens of the rollout x `num_rollouts`); a sample is a rollout of its own where
-    `rollout_tokens` [samples] is 0 or absent. `token` averages over all tokens: 1 / `num_tokens`. The counts are those of
-    the whole batch, over all ranks and micro-batches.
+    `rollout_tokens` [samples] is 0 or absent. `token` averages over all tokens: 1 / `num_tokens`; so does `constant`, whose
+    `num_tokens` are `num_rollouts` times its length. The counts are those of the whole batch, over all ranks and micro-batches.
     """
     if loss_mean != "rollout":
         return torch.full(mask.shape, 1.0 / max(num_tokens, 1), dtype=torch.float32, device=mask.device)

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vime.algorithms.base import AdvantageBatch, TokenBatch, select
-from vime.algorithms.grpo import grouped
+from vime.algorithms.base import TokenBatch, select
+from vime.algorithms.grpo import Grpo
 from vime.algorithms.losses import weighted_log_prob_loss
-from vime.algorithms.policy import PolicyAlgorithm
-from vime.config.algorithms import CispoSection
 
 
-class Cispo(PolicyAlgorithm):
+class Cispo(Grpo):
     """Log-probs weighed by bounded ratios and group-relative advantages; see `vime.algorithms.base.Algorithm`."""
-
-    def __init__(self, section: CispoSection) -> None:
-        super().__init__(section)
-        self._normalize_std = section.normalize_std
-
-    def token_advantages(self, batch: AdvantageBatch) -> Tensor:
-        return grouped(batch, self, normalize_std=self._normalize_std)
 
     def token_loss(self, log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         return weighted_log_prob_loss(

@@ -53,10 +53,12 @@ def corrected(batch: TokenBatch, section: CorrectionSection) -> Corrected:
     if section.level is not None:
         raw = importance_ratio(log_ratio, mask, sequences, level=section.level)
         weights = bounded(raw, section)
-    by_statistic = {rule.statistic: keeps(log_ratio, mask, sequences, rule) for rule in section.reject}
     kept = torch.ones_like(mask)
-    for keep in by_statistic.values():
+    by_statistic: dict[str, Tensor] = {}
+    for rule in section.reject:
+        keep = keeps(log_ratio, mask, sequences, rule)
         kept = kept & keep
+        by_statistic[rule.statistic] = by_statistic.get(rule.statistic, keep) & keep
     dropped = None if section.opsm_delta is None else off_policy(batch, section.opsm_delta)
     return Corrected(raw, weights, kept, by_statistic, dropped)
 

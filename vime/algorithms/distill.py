@@ -7,22 +7,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from vime.algorithms.base import AdvantageBatch
-from vime.algorithms.grpo import grouped
-from vime.algorithms.policy import PolicyAlgorithm
+from vime.algorithms.grpo import Grpo
 from vime.config.algorithms import DistillSection
 
 
-class Distill(PolicyAlgorithm):
+class Distill(Grpo):
     """Clipped loss over teacher minus student; see `vime.algorithms.base.Algorithm`."""
 
     def __init__(self, section: DistillSection) -> None:
         super().__init__(section)
         self._teacher_coef, self._reward_coef = section.teacher_coef, section.reward_coef
-        self._normalize_std = section.normalize_std
 
     def token_advantages(self, batch: AdvantageBatch) -> Tensor:
         """teacher_coef x (teacher's minus sampler's log-prob) of each token, plus reward_coef x its sample's advantage."""
         found = self._teacher_coef * (batch.teacher_log_probs.double() - batch.rollout_log_probs.double())
         if not self._reward_coef:
             return found
-        return found + self._reward_coef * grouped(batch, self, normalize_std=self._normalize_std)
+        return found + self._reward_coef * super().token_advantages(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vime.algorithms.base import AdvantageBatch
+from vime.algorithms.base import AdvantageBatch, select
 from vime.config.algorithms import OverlongSection
 
 EQUAL_WITHIN = 1e-12
@@ -36,23 +36,23 @@ def group_advantages(rewards: Tensor, siblings: Tensor, weights: Tensor, *, norm
     and for a group of one; a NaN reward gives NaN.
     """
     present = weights > 0
-    siblings = torch.where(present, siblings, torch.zeros_like(siblings))
+    siblings = select(siblings, present)
     rollouts = weights.sum(dim=1).clamp(min=1.0)
     mean = (weights * siblings).sum(dim=1) / rollouts
     centred = rewards - mean
     if normalize_std:
         variance = (weights * (siblings - mean[:, None]) ** 2).sum(dim=1) / (rollouts - 1.0)
         centred = centred / variance.sqrt()
-    return torch.where(_flat(siblings, present) | (rollouts <= 1.0), torch.zeros_like(centred), centred)
+    return select(centred, ~(_flat(siblings, present) | (rollouts <= 1.0)))
 
 
 def leave_one_out(rewards: Tensor, siblings: Tensor, weights: Tensor) -> Tensor:
     """Reward minus the mean of the other rollouts; shapes as in `group_advantages` -> [n] float64. 0 for a group of one."""
     present = weights > 0
-    siblings = torch.where(present, siblings, torch.zeros_like(siblings))
+    siblings = select(siblings, present)
     rollouts = weights.sum(dim=1)
     others = ((weights * siblings).sum(dim=1) - rewards) / (rollouts - 1.0)
-    return torch.where(_flat(siblings, present) | (rollouts <= 1.0), torch.zeros_like(rewards), rewards - others)
+    return select(rewards - others, ~(_flat(siblings, present) | (rollouts <= 1.0)))
 
 
 def _flat(siblings: Tensor, present: Tensor) -> Tensor:

@@ -12,23 +12,20 @@ from torch import Tensor
 from vime.algorithms.base import AdvantageBatch
 from vime.algorithms.groups import group_advantages, shaped
 from vime.algorithms.policy import PolicyAlgorithm
-from vime.config.algorithms import GrpoSection
+from vime.config.algorithms import GroupedSection
 
 
 class Grpo(PolicyAlgorithm):
-    """Clipped loss over group-relative advantages; see `vime.algorithms.base.Algorithm`."""
+    """Clipped loss over group-relative advantages; see `vime.algorithms.base.Algorithm`. What has these advantages too is
+    derived from it.
+    """
 
-    def __init__(self, section: GrpoSection) -> None:
+    def __init__(self, section: GroupedSection) -> None:
         super().__init__(section)
         self._normalize_std = section.normalize_std
 
     def token_advantages(self, batch: AdvantageBatch) -> Tensor:
-        """Every token gets its sample's advantage."""
-        return grouped(batch, self, normalize_std=self._normalize_std)
-
-
-def grouped(batch: AdvantageBatch, algorithm: PolicyAlgorithm, *, normalize_std: bool) -> Tensor:
-    """[tokens] float64: group-relative advantages of the shaped rewards."""
-    rewards, siblings = shaped(batch, algorithm.section.overlong)
-    values = group_advantages(rewards, siblings, batch.group_weights, normalize_std=normalize_std)
-    return batch.sequences.spread(values)
+        """Every token gets its sample's advantage, that of the shaped rewards."""
+        rewards, siblings = shaped(batch, self.section.overlong)
+        values = group_advantages(rewards, siblings, batch.group_weights, normalize_std=self._normalize_std)
+        return batch.sequences.spread(values)

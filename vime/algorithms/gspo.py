@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vime.algorithms.base import AdvantageBatch, TokenBatch
-from vime.algorithms.grpo import grouped
+from vime.algorithms.base import TokenBatch
+from vime.algorithms.grpo import Grpo
 from vime.algorithms.losses import sequence_log_ratio
-from vime.algorithms.policy import PolicyAlgorithm
-from vime.config.algorithms import GspoSection
 
 
-class Gspo(PolicyAlgorithm):
+class Gspo(Grpo):
     """Clipped loss of the response's ratio over group-relative advantages; see `vime.algorithms.base.Algorithm`."""
-
-    def __init__(self, section: GspoSection) -> None:
-        super().__init__(section)
-        self._normalize_std = section.normalize_std
-
-    def token_advantages(self, batch: AdvantageBatch) -> Tensor:
-        return grouped(batch, self, normalize_std=self._normalize_std)
 
     def token_loss(self, log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Every token gets the response's ratio: the mean over tokens of the loss then has the response's gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ from vime.compat.functions import load_function
 from vime.config.algorithms import PolicySection, needs_of
 
 
-class PolicyAlgorithm:
+class PolicyAlgorithm(ABC):
     """See `vime.algorithms.base.Algorithm`. An algorithm says what its advantages are and, where it differs from the clipped
     loss, what a token's loss is.
     """
@@ -52,9 +53,9 @@ class PolicyAlgorithm:
 
     # ---- what an algorithm says
 
+    @abstractmethod
     def token_advantages(self, batch: AdvantageBatch) -> Tensor:
         """[tokens] float64, before whitening; what stands at masked tokens has no effect."""
-        raise NotImplementedError
 
     def token_loss(self, log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """log_ratio [tokens] = current minus old, 0 where masked -> loss [tokens], whether a clip binds [tokens] bool."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vime.algorithms.base import AdvantageBatch, Reduce
+from vime.algorithms.base import AdvantageBatch, Reduce, select
 from vime.algorithms.kl import divergence
 from vime.algorithms.sequences import Sequences
 from vime.config.algorithms import KlSection, PolicySection
@@ -35,8 +35,7 @@ def kl_in_reward(batch: AdvantageBatch, section: KlSection) -> Tensor:
     if not section.coef or section.use != "reward":
         return torch.zeros(batch.mask.shape, dtype=torch.float64)
     log_ratio = batch.rollout_log_probs.double() - batch.ref_log_probs.double()
-    log_ratio = torch.where(batch.mask, log_ratio, torch.zeros_like(log_ratio))
-    return section.coef * divergence(log_ratio, section.estimator)
+    return section.coef * divergence(select(log_ratio, batch.mask), section.estimator)
 
 
 def token_rewards(batch: AdvantageBatch, rewards: Tensor, section: PolicySection) -> tuple[Tensor, Tensor, Sequences]:
@@ -45,9 +44,7 @@ def token_rewards(batch: AdvantageBatch, rewards: Tensor, section: PolicySection
     With them the positions [trained] and samples of `trained_only`.
     """
     at, samples = trained_only(batch)
-    by_token = -kl_in_reward(batch, section.kl)[at]
-    last = torch.cat([samples.position[1:], samples.position.new_zeros(1)]) == 0 if len(at) else at.bool()
-    by_token = by_token + torch.where(last, rewards.double()[samples.sample], torch.zeros_like(by_token))
+    by_token = select(rewards.double()[samples.sample], samples.last) - kl_in_reward(batch, section.kl)[at]
     return by_token, at, samples
 
 
@@ -60,7 +57,7 @@ def discounted_sums(values: Tensor, samples: Sequences, factor: float) -> Tensor
     while reach < samples.width:
         later = torch.cat([values[reach:], values.new_zeros(reach)])
         same = torch.cat([samples.sample[reach:], samples.sample.new_full((reach,), -1)]) == samples.sample
-        values = values + factor**reach * torch.where(same, later, torch.zeros_like(later))
+        values = values + factor**reach * select(later, same)
         reach *= 2
     return values
 
@@ -71,11 +68,7 @@ def gae(rewards: Tensor, values: Tensor, samples: Sequences, *, gamma: float, la
     rewards, values [trained] -> advantages [trained]: sums of r[t] + gamma V[t + 1] - V[t], discounted by gamma x lam. The
     value after a sample's last token is 0.
     """
-    if not len(values):
-        return values
-    following = torch.cat([values[1:], values.new_zeros(1)])
-    last = torch.cat([samples.position[1:], samples.position.new_zeros(1)]) == 0
-    following = torch.where(last, torch.zeros_like(following), following)
+    following = select(values.roll(-1), ~samples.last)
     return discounted_sums(rewards + gamma * following - values, samples, gamma * lam)
 
 
@@ -89,9 +82,8 @@ def whiten(values: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
 
     Unbiased variance. The mean is reduced before the squares, so that large advantages lose nothing.
     """
-    chosen = torch.where(mask, values, torch.zeros_like(values))
-    count, total = reduce(torch.stack([mask.sum().double(), chosen.sum()])).tolist()
-    centred = torch.where(mask, values - total / max(count, 1.0), torch.zeros_like(values))
+    count, total = reduce(torch.stack([mask.sum().double(), select(values, mask).sum()])).tolist()
+    centred = select(values - total / max(count, 1.0), mask)
     variance = reduce((centred**2).sum()[None])[0] / max(count - 1.0, 1.0)
     scaled = centred * torch.rsqrt(variance + VARIANCE_FLOOR)
-    return torch.where(scaled.abs() < ROUNDING, torch.zeros_like(scaled), scaled)
+    return select(scaled, ~(scaled.abs() < ROUNDING))

@@ -30,6 +30,11 @@ class Sequences:
         """Tokens of the longest sample."""
         return max(self.lengths, default=0)
 
+    @property
+    def last(self) -> Tensor:
+        """[tokens] bool: no token of its sample comes after it."""
+        return self.position + 1 == torch.tensor(self.lengths, dtype=torch.long, device=self.sample.device)[self.sample]
+
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | None = None) -> Sequences:
         """`lengths`: tokens of each sample, in order."""

@@ -75,6 +75,9 @@ def _loss_type(words: Words, fail: Fail) -> Iterator[Setting]:
         fail("loss-type", "custom_loss needs a function", "give --custom-loss-function-path")
     elif kind not in ("policy_loss", "custom_loss"):
         fail("loss-type", f"{kind!r} is not there", "use one of policy_loss, sft_loss, custom_loss")
+    if kind != "custom_loss" and "custom-loss-function-path" in words:
+        what = "has no effect without --loss-type custom_loss"
+        fail("custom-loss-function-path", what, "give --loss-type custom_loss, or leave it out")
     if kind != "sft_loss" and "disable-compute-advantages-and-returns" in words:
         what = "only supervised training has no advantages"
         fail("disable-compute-advantages-and-returns", what, "give --loss-type sft_loss, or leave it out")
@@ -87,10 +90,8 @@ def _loss_type(words: Words, fail: Fail) -> Iterator[Setting]:
 
 def _distillation(words: Words, fail: Fail) -> Iterator[Setting]:
     """slime adds the divergence from the teacher to the advantage of the reward, so both count."""
+    _only_with("use-opd", ("opd-type", "opd-kl-coef", "opd-teacher-load"), words, fail)
     if "use-opd" not in words:
-        for flag in ("opd-type", "opd-kl-coef", "opd-teacher-load"):
-            if flag in words:
-                fail(flag, "has no effect without --use-opd", "give --use-opd, or leave it out")
         return
     estimator, place = words.get("advantage-estimator", ["grpo"])[0], words.get("opd-type", ["megatron"])[0]
     if estimator != "grpo" and estimator in ESTIMATORS:
@@ -111,8 +112,8 @@ def _distillation(words: Words, fail: Fail) -> Iterator[Setting]:
 def _divergence(words: Words, fail: Fail) -> Iterator[Setting]:
     """In the reward or in the loss, never both; a coefficient of 0 asks for no reference."""
     in_reward, in_loss = _positive(words, "kl-coef"), _positive(words, "kl-loss-coef") and "use-kl-loss" in words
-    if _positive(words, "kl-loss-coef") and not in_loss:
-        fail("kl-loss-coef", "has no effect without --use-kl-loss", "give --use-kl-loss, or leave it out")
+    if _positive(words, "kl-loss-coef"):
+        _only_with("use-kl-loss", ("kl-loss-coef",), words, fail)
     if in_reward and in_loss:
         fail("kl-coef", "the divergence cannot be in the reward and in the loss", "keep one of --kl-coef and --kl-loss-coef")
         return
@@ -136,15 +137,20 @@ def _weights(words: Words, fail: Fail) -> Iterator[Setting]:
         yield "algorithm.old_log_probs", "recompute", "use-tis"
         if "custom-tis-function-path" not in words:
             yield "algorithm.correction.level", "token", "use-tis"
-    for flag, path in (("tis-clip", "high"), ("tis-clip-low", "low")):
-        if flag in words and "use-tis" not in words:
-            fail(flag, "has no effect without --use-tis", "give --use-tis, or leave it out")
-        elif flag in words:
-            yield f"algorithm.correction.{path}", words[flag][0], flag
+        for flag, path in (("tis-clip", "high"), ("tis-clip-low", "low")):
+            if flag in words:
+                yield f"algorithm.correction.{path}", words[flag][0], flag
     if "use-opsm" in words:
         yield "algorithm.correction.opsm_delta", words.get("opsm-delta", ["1e-4"])[0], "use-opsm"
-    elif "opsm-delta" in words:
-        fail("opsm-delta", "has no effect without --use-opsm", "give --use-opsm, or leave it out")
+    _only_with("use-tis", ("tis-clip", "tis-clip-low", "custom-tis-function-path"), words, fail)
+    _only_with("use-opsm", ("opsm-delta",), words, fail)
+
+
+def _only_with(switch: str, flags: Sequence[str], words: Words, fail: Fail) -> None:
+    """Refuse flags of a part that no switch turns on."""
+    for flag in flags:
+        if flag in words and switch not in words:
+            fail(flag, f"has no effect without --{switch}", f"give --{switch}, or leave it out")
 
 
 def _positive(words: Words, flag: str) -> bool:

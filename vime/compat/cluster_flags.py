@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vime.errors import ConfigError
@@ -22,7 +22,7 @@ _NAMES = {"reference": "ref"}
 """Names of roles that are not their task's."""
 
 
-def shared_topology(tasks: Iterable[str]) -> dict[str, Any]:
+def shared_topology(tasks: Collection[str]) -> dict[str, Any]:
     """All devices of one node for the actor, the roles of these tasks and the engines in turn."""
     names = ["actor", *(_NAMES.get(task, task) for task in tasks), "rollout"]
     others = {name: {"kind": "train", "like": "actor"} for name in names[1:-1]}
@@ -35,7 +35,7 @@ def shared_topology(tasks: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def topology_from(words: Mapping[str, Sequence[str]], *, tasks: Iterable[str] = ()) -> dict[str, Any]:
+def topology_from(words: Mapping[str, Sequence[str]], *, tasks: Collection[str] = ()) -> dict[str, Any]:
     """The topology that the flags describe: one pool, an actor, and engines on the same devices or on their own.
 
     Training roles for `tasks` take turns on the actor's devices, as in slime; a critic whose size is given has its own.
@@ -74,7 +74,7 @@ def topology_from(words: Mapping[str, Sequence[str]], *, tasks: Iterable[str] = 
     return topology
 
 
-def _critic(words: Mapping[str, Sequence[str]], tasks: Iterable[str], per_node: int) -> int:
+def _critic(words: Mapping[str, Sequence[str]], tasks: Collection[str], per_node: int) -> int:
     """Devices of the critic's own; 0: it takes turns with the actor."""
     given = [flag for flag in ("critic-num-nodes", "critic-num-gpus-per-node") if flag in words]
     if given and "critic" not in tasks:

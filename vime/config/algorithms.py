@@ -112,66 +112,58 @@ def _check_whitened(section: PolicySection) -> None:
         raise ValueError("algorithm.whiten is what REINFORCE++ consists of: leave it out, or use kind: rloo")
 
 
-def _refuse_reward_kl(section: PolicySection, kind: str) -> None:
-    """A baseline over siblings needs their penalties too, which another rank may hold."""
-    if section.kl.coef and section.kl.use == "reward":
-        raise ValueError(
-            f"algorithm.kl.use reward is not there for {kind}, whose baseline is made of whole rewards:"
-            " write use: loss, or kind: reinforce_plus_plus_baseline"
-        )
+class SiblingSection(PolicySection):
+    """What algorithms have in common whose baseline is made of the siblings' whole rewards."""
+
+    @model_validator(mode="after")
+    def _kl_in_loss(self) -> SiblingSection:
+        """A penalty in the reward would be needed of the siblings too, which another rank may hold."""
+        if self.kl.coef and self.kl.use == "reward":
+            raise ValueError(
+                f"algorithm.kl.use reward is not there for {type(self).model_fields['kind'].default}, whose baseline is made of"
+                " whole rewards: write use: loss, or kind: reinforce_plus_plus_baseline"
+            )
+        return self
 
 
-class GrpoSection(PolicySection):
+class GroupedSection(SiblingSection):
+    """What algorithms with group-relative advantages have in common."""
+
+    normalize_std: bool = Field(default=True, description="Divide by the group's unbiased standard deviation.")
+
+
+class GrpoSection(GroupedSection):
     """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300)."""
 
     kind: Literal["grpo"] = "grpo"
-    normalize_std: bool = Field(default=True, description="Divide by the group's unbiased standard deviation.")
     dual_clip: Rate | None = Field(default=None, description="Ratio at which the loss of a negative advantage stops growing.")
 
     @model_validator(mode="after")
     def _own(self) -> GrpoSection:
         _check_dual_clip(self.dual_clip)
-        _refuse_reward_kl(self, self.kind)
         return self
 
 
-class GspoSection(PolicySection):
+class GspoSection(GroupedSection):
     """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071)."""
 
     kind: Literal["gspo"] = "gspo"
     clip_low: Fraction = 3e-4
     clip_high: Rate = 4e-4
-    normalize_std: bool = Field(default=True, description="Divide by the group's unbiased standard deviation.")
-
-    @model_validator(mode="after")
-    def _own(self) -> GspoSection:
-        _refuse_reward_kl(self, self.kind)
-        return self
 
 
-class CispoSection(PolicySection):
+class CispoSection(GroupedSection):
     """Clipped importance-sampling policy optimisation (MiniMax 2025, arXiv:2506.13585)."""
 
     kind: Literal["cispo"] = "cispo"
     clip_low: Fraction = Field(default=1.0, description="1: no lower bound.")
     clip_high: Rate = Field(default=4.0, description="The ratio weighs at most 1 + clip_high.")
-    normalize_std: bool = Field(default=True, description="Divide by the group's unbiased standard deviation.")
-
-    @model_validator(mode="after")
-    def _own(self) -> CispoSection:
-        _refuse_reward_kl(self, self.kind)
-        return self
 
 
-class RlooSection(PolicySection):
+class RlooSection(SiblingSection):
     """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
     kind: Literal["rloo"] = "rloo"
-
-    @model_validator(mode="after")
-    def _own(self) -> RlooSection:
-        _refuse_reward_kl(self, self.kind)
-        return self
 
 
 class PpoSection(PolicySection):
@@ -215,18 +207,12 @@ class ReinforcePlusPlusBaselineSection(PolicySection):
         return self
 
 
-class DistillSection(PolicySection):
+class DistillSection(GroupedSection):
     """On-policy distillation: the reverse KL to a teacher as advantage (Agarwal et al. 2023, arXiv:2306.13649)."""
 
     kind: Literal["distill"] = "distill"
     teacher_coef: Annotated[Rate, Field(gt=0)] = 1.0
     reward_coef: Rate = Field(default=0.0, description="Adds this times the group-relative advantage of the reward.")
-    normalize_std: bool = Field(default=True, description="Divide by the group's unbiased standard deviation.")
-
-    @model_validator(mode="after")
-    def _own(self) -> DistillSection:
-        _refuse_reward_kl(self, self.kind)
-        return self
 
 
 class SftSection(Section):

@@ -39,6 +39,8 @@ class RejectSection(Section):
             raise ValueError(f"low is a bound on a ratio, and {self.statistic} is a divergence: leave low out")
         if self.low is not None and not 0 < self.low < self.high:
             raise ValueError(f"low {self.low} must be above 0 and below high {self.high}")
+        if self.low is None and self.statistic.endswith("k1") and self.high <= 1:
+            raise ValueError(f"high {self.high} bounds a ratio that is 1 where nothing differs: write more than 1, or give low")
         return self
 
 

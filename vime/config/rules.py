@@ -66,12 +66,14 @@ def _support(config: Config) -> Iterator[Said]:
             yield f"rollout.sampling.{key}", what, f"set it to {whole:g}; sampling of evaluation sets may cut"
 
 
-def nearest_divisors(total: int, wanted: int) -> tuple[int, ...]:
-    """The divisors of `total` next below and next above `wanted`."""
-    divisors = sorted({d for n in range(1, int(total**0.5) + 1) if total % n == 0 for d in (n, total // n)})
-    below = [d for d in divisors if d <= wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return (*below, *above)
+def nearest_updates(groups: int, updates: int) -> str:
+    """What to write where `groups` do not divide into `updates`: the next numbers below and above of either that do."""
+    divisors = sorted({d for n in range(1, int(groups**0.5) + 1) if groups % n == 0 for d in (n, groups // n)})
+    near = [*[d for d in divisors if d <= updates][-1:], *[d for d in divisors if d > updates][:1]]
+    lower = groups - groups % max(updates, 1)
+    batches = [b for b in (lower, lower + updates) if b > 0] if updates > 0 else []
+    other = f", or batches of {' or '.join(map(str, batches))} groups" if batches else ""
+    return f"use {' or '.join(map(str, near))} updates{other}"
 
 
 def _batch(config: Config) -> Iterator[Said]:
@@ -79,11 +81,9 @@ def _batch(config: Config) -> Iterator[Said]:
     updates, groups = config.trainer.updates_per_step, config.rollout.batch_size
     if config.algorithm.kind == "sft" or groups % updates == 0:
         return
-    near = " or ".join(str(d) for d in nearest_divisors(groups, updates))
     rest = f"{groups} / {updates} leaves {groups % updates}"
     what = f"`trainer.updates_per_step` {updates} does not divide rollout.batch_size {groups} groups: {rest}"
-    batches = " or ".join(str(b) for b in (groups // updates * updates, groups // updates * updates + updates) if b)
-    yield "trainer.updates_per_step", what, f"use {near} updates, or batches of {batches} groups"
+    yield "trainer.updates_per_step", what, nearest_updates(groups, updates)
 
 
 def _lengths(config: Config) -> Iterator[Said]:
@@ -144,17 +144,29 @@ def _inert(config: Config, given: AbstractSet[str]) -> Iterator[Said]:
         unused = [k for k in given if k.startswith("rollout.") and k not in _SFT_ROLLOUT and k.count(".") == 1]
         keys = sorted([*unused, *_written(given, "reward")])
         yield from _one(keys, "algorithm.kind is sft, which samples and scores nothing", "remove these keys")
-    if isinstance(config.algorithm, PolicySection) and (overlong := config.algorithm.overlong) is not None:
-        start, longest = overlong.max_tokens - overlong.buffer_tokens, config.rollout.sampling.max_response_tokens
-        if start >= longest:
-            why = f"it punishes from {start} tokens on, and rollout.sampling.max_response_tokens is {longest}"
-            yield from _one(["algorithm.overlong"], why, "lower algorithm.overlong.max_tokens")
+    if isinstance(config.algorithm, PolicySection):
+        longest = config.rollout.sampling.max_response_tokens
+        yield from _inert_algorithm(config.algorithm, given, max_response_tokens=longest)
     needs = needs_of(config.algorithm)
     unused = [f"model.{key}" for key, need in MODELS.items() if need not in needs]
     yield from _one(_written(given, *unused), "the algorithm does not use this model", "remove it")
     plugins = set(config.plugins.allow) & set(config.plugins.deny)
     if plugins:
         yield "plugins.allow", f"`plugins.allow` has no effect for {', '.join(sorted(plugins))}: deny beats allow", None
+
+
+def _inert_algorithm(section: PolicySection, given: AbstractSet[str], *, max_response_tokens: int) -> Iterator[Said]:
+    correction, overlong = section.correction, section.overlong
+    if correction.level is None and correction.function is None:
+        keys = _written(given, *(f"algorithm.correction.{key}" for key in ("bounds", "low", "high")))
+        why = "algorithm.correction.level is null, so no token has a weight"
+        yield from _one(keys, why, "set algorithm.correction.level to token, sequence or geometric")
+    if section.kl.coef == 0:
+        keys = _written(given, *(f"algorithm.kl.{key}" for key in ("estimator", "use", "unbiased")))
+        yield from _one(keys, "algorithm.kl.coef is 0", "set algorithm.kl.coef above 0")
+    if overlong is not None and (start := overlong.max_tokens - overlong.buffer_tokens) >= max_response_tokens:
+        why = f"it punishes from {start} tokens on, and rollout.sampling.max_response_tokens is {max_response_tokens}"
+        yield from _one(["algorithm.overlong"], why, "lower algorithm.overlong.max_tokens")
 
 
 _SFT_ROLLOUT = frozenset(

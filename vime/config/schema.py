@@ -93,7 +93,7 @@ class RolloutSection(Section):
     filter: str | None = Field(default=None, description="Dynamic filter, e.g. `nonzero_std`; dropped groups are replaced.")
     mask_truncated: bool = Field(default=False, description="Train on no token of a response that hit the length limit.")
     workers: Count = Field(default=1, description="Rollout worker processes.")
-    request_timeout_s: Seconds = Field(default=600.0, description="Deadline of one request, pauses not counted.")
+    request_timeout_s: Seconds = Field(default=600.0, description="Deadline of a sent request, waits for updates included.")
     max_retries: NonNegative = Field(default=3, description="Tries after a failure; then the prompt returns to the source.")
     start_timeout_s: Seconds = Field(default=300.0, description="Deadline for an engine to answer its health check.")
     vllm: dict[str, Any] = Field(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from vime.config.rules import nearest_updates
 from vime.config.schema import StopWhen
 from vime.errors import ConfigError, TrainerError
 from vime.types import Group, SampleInfo, SampleRef, UpdatePlan
@@ -60,15 +61,9 @@ def check_updates(batch_size: int, updates_per_step: int) -> None:
     """Updates are made of whole groups. Raises ConfigError naming the nearest numbers that divide the batch."""
     if updates_per_step >= 1 and batch_size % updates_per_step == 0:
         return
-    divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-    below = [n for n in divisors if n < updates_per_step][-1:]
-    above = [n for n in divisors if n > updates_per_step][:1]
-    lower = batch_size - batch_size % max(updates_per_step, 1)
-    sizes = [n for n in (lower, lower + updates_per_step) if n > 0] if updates_per_step >= 1 else []
-    other = f", or batches of {' or '.join(map(str, sizes))} groups" if sizes else ""
     raise ConfigError(
         f"trainer.updates_per_step {updates_per_step} does not divide a batch of {batch_size} groups",
-        fix=f"use {' or '.join(map(str, below + above))} updates{other}",
+        fix=nearest_updates(batch_size, updates_per_step),
     )
 
 

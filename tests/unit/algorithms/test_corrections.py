@@ -81,6 +81,18 @@ def test_all_rejections_must_agree(batch_of):
     assert corrected(batch, section).factor.tolist() == [0.0] * 4
 
 
+def test_rules_of_one_statistic_all_hold(batch_of):
+    """Ratios 4 and 1/4, 2 and 2: the first rule takes the first, the second the second; neither takes the others."""
+    upper = RejectSection(statistic="token_k1", high=3.0, low=0.1)
+    lower = RejectSection(statistic="token_k1", high=5.0, low=0.5)
+    now = torch.full((4,), -1.0, dtype=torch.float64)
+    batch = batch_of(now, now, [1.0] * 4, lengths=(2, 2), policy_log_probs=now, rollout_log_probs=now - LOG_RATIO)
+    for reject in ((upper, lower), (lower, upper)):
+        found = corrected(batch, CorrectionSection(reject=reject))
+        assert found.kept.tolist() == [False, False, True, True]
+        assert found.by_statistic["token_k1"].tolist() == found.kept.tolist()
+
+
 def test_sequence_masks_look_at_negative_advantages_that_moved_far(batch_of):
     """Old minus current: 0.2 in the first and third response, 0 in the second."""
     batch = batch_of([-1.3, -1.1, -1.0, -1.2], [-1.0, -1.0, -1.0, -1.0], [-1.0, 1.0, -1.0, 1.0], lengths=(2, 1, 1))

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from vime.algorithms.batch import advantage_batch
 from vime.algorithms.grpo import Grpo
 from vime.config.algorithms import GrpoSection
 from vime.config.corrections import CorrectionSection
@@ -95,8 +96,6 @@ def test_advantages_are_what_the_function_fills_in(sample_of, ranks):
 @pytest.mark.parametrize(("name", "words"), [("forget", "set no `advantages`"), ("short", r"\(1,\) values for \(2,\)")])
 def test_a_function_that_gives_the_wrong_thing_is_named(sample_of, name, words):
     algorithm = Grpo(GrpoSection(advantage_function=f"my_functions.{name}"))
-    from vime.algorithms.batch import advantage_batch
-
     with pytest.raises(TrainerError, match=words):
         algorithm.advantages(advantage_batch([sample_of(2)]), lambda values: values)
 

@@ -23,6 +23,7 @@ def test_reductions_equal_loops_over_samples(sizes, data):
     spread = sequences.spread(torch.arange(len(sizes)))
     assert spread.tolist() == [i for i, size in enumerate(sizes) for _ in range(size)]
     assert [r.tolist() for r in sequences.split(values)] == [r.tolist() for r in rows]
+    assert sequences.last.tolist() == [i == size - 1 for size in sizes for i in range(size)]
 
 
 def test_gradients_pass_and_masked_values_do_not():

@@ -265,6 +265,8 @@ def test_a_divergence_is_in_the_reward_or_in_the_loss(words: str, expected: dict
         ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "keep one of --kl-coef and --kl-loss-coef"),
         ("--kl-coef 0.1 --kl-loss-type k9", "use one of k1, k2, k3, low_var_kl"),
         ("--tis-clip 2", "no effect without --use-tis"),
+        ("--custom-tis-function-path a.b --get-mismatch-metrics", "no effect without --use-tis"),
+        ("--custom-loss-function-path a.b", "no effect without --loss-type custom_loss"),
         ("--opsm-delta 2", "no effect without --use-opsm"),
         ("--opd-kl-coef 2", "no effect without --use-opd"),
         ("--critic-num-nodes 2", "no effect without a critic"),

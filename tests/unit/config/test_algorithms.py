@@ -61,6 +61,7 @@ def test_every_kind_is_there_by_name_and_resolves_to_itself(load: Any, tmp_path:
         ("  correction:\n    low: 3\n    high: 2\n", 7, "must be below algorithm.correction.high 2.0"),
         ("  correction:\n    reject: [{statistic: token_k3, high: 1, low: 0.5}]\n", 7, "leave low out"),
         ("  correction:\n    reject: [{statistic: token_k1, high: 2, low: 3}]\n", 7, "below high 2.0"),
+        ("  correction:\n    reject: [{statistic: seq_mean_k1, high: 0.9}]\n", 7, "write more than 1, or give low"),
         ("  correction:\n    reject: [{statistic: token_k1}]\n", 7, "missing key `algorithm.correction.reject.0.high`"),
         ("  correction:\n    function: nothing\n", 7, "a function as package.module.function"),
         ("  loss_function: 'a b.c'\n", 6, "a function as package.module.function"),
@@ -135,6 +136,24 @@ def test_a_penalty_that_no_response_reaches_is_named(load: Any) -> None:
     (warning,) = load("algorithm: {overlong: {max_tokens: 512, buffer_tokens: 256}}\n").warnings
     assert "it punishes from 256 tokens on" in warning.what
     assert load("algorithm: {overlong: {max_tokens: 256, buffer_tokens: 64}}\n").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "unused", "used"),
+    [
+        (
+            "correction: {high: 3, bounds: mask}",
+            "`algorithm.correction.bounds`, `algorithm.correction.high` have no effect",
+            "level: token",
+        ),
+        ("kl: {estimator: k2}", "`algorithm.kl.estimator` has no effect: algorithm.kl.coef is 0", "coef: 0.1"),
+    ],
+)
+def test_half_of_a_setting_is_named(load: Any, text: str, unused: str, used: str) -> None:
+    (warning,) = load(f"algorithm: {{old_log_probs: recompute, {text}}}\n").warnings
+    assert unused in warning.what
+    whole = text.replace("}", f", {used}}}")
+    assert load(f"algorithm: {{old_log_probs: recompute, {whole}}}\n").warnings == ()
 
 
 @pytest.mark.parametrize("kind", sorted(sections.GROUP_BASELINES))
