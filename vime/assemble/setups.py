@@ -13,10 +13,8 @@ from vime.cluster.trainer_process import TransferSetup
 from vime.cluster.trainer_role import StepRules
 from vime.config.algorithms import PpoSection, SftSection, skips_flat_groups
 from vime.config.schema import Config
-from vime.facts.memory import Tag
 from vime.facts.model import ModelShape
 from vime.facts.process import Factory
-from vime.memory.residency import TRAINER_TAGS
 from vime.observe import layout
 from vime.planning.decode import attention_share
 from vime.planning.plan import Plan, Task, TrainerPlan, TransportPlan, pool_of
@@ -74,11 +72,6 @@ def away_at_start(plan: Plan) -> bool:
     """
     others = any(plan.shares_actor(other) for other in plan.others)
     return plan.residency == "park" and takes_turns_at_start(plan) and (others or sleep_level(plan) > 0)
-
-
-def tags_of(role: TrainerPlan) -> tuple[Tag, ...]:
-    """What a training role has on its devices."""
-    return TRAINER_TAGS if role.trained else (Tag.PARAMS,)
 
 
 def devices_of(plan: Plan) -> dict[str, int]:

@@ -12,7 +12,7 @@ from vime.cluster.launch import Plugins, TrainerStart, start_trainer
 from vime.cluster.links import TrainerLink
 from vime.cluster.memory_role import Log, Parked, Resident, TrainerMemory
 from vime.cluster.placement import Placement
-from vime.cluster.team import Member, Team
+from vime.cluster.team import Member, Team, tags_of
 from vime.config.schema import Config
 from vime.data.snapshot import Snapshot
 from vime.errors import CheckpointError
@@ -33,7 +33,7 @@ def trainer_starts(config: Config, plan: Plan, snapshot: Snapshot | None) -> lis
             role,
             setups.trainer_setups(config, plan, role),
             restore=_restore(snapshot, role, is_actor=role is plan.actor),
-            away=setups.tags_of(role) if away and plan.shares_actor(role) else (),
+            away=tags_of(role.task) if away and plan.shares_actor(role) else (),
         )
         for role in plan.trainers
     ]
@@ -84,5 +84,5 @@ def memory_of(plan: Plan, links: Mapping[str, TrainerLink], log: Log) -> Residen
     engine = setups.engine_bytes(plan)
     if plan.residency != "park":
         return Resident(links, engine, log)
-    tags = {role.role: setups.tags_of(role) for role in plan.trainers if plan.shares_actor(role)}
+    tags = {role.role: tags_of(role.task) for role in plan.trainers if plan.shares_actor(role)}
     return Parked({role: links[role] for role in tags}, engine, log, tags=tags, away=setups.away_at_start(plan))

@@ -106,10 +106,14 @@ class RunCheckpoints:
             await self._finish(version, partial, notes, start)
 
     async def settle(self) -> None:
-        """Until the checkpoint on its way is whole. Raises CheckpointError or DeadlineError where it cannot become so."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            await pending
+        """Until the checkpoint on its way is whole. Raises CheckpointError or DeadlineError where it cannot become so.
+
+        Who is cancelled while it waits leaves the checkpoint on its way, for `close`.
+        """
+        if (pending := self._pending) is not None:
+            await asyncio.wait([pending])
+            self._pending = None
+            pending.result()
 
     async def close(self) -> None:
         """Of a run that fails: give the checkpoint on its way a moment to become whole."""

@@ -12,7 +12,8 @@ from vime.cluster.memory_role import TrainerMemory
 from vime.config.schema import WeightsSection
 from vime.errors import DeadlineError, EngineError, WeightSyncError
 from vime.types import PolicyVersion
-from vime.weights.protocol import Publisher, SyncReport, is_due
+from vime.weights.protocol import Publisher, is_due
+from vime.weights.report import SyncReport
 
 DEATH_NOTICE_S = 10.0
 

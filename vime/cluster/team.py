@@ -12,9 +12,13 @@ from vime.cluster.memory_role import TrainerMemory
 from vime.facts.memory import Tag
 from vime.facts.process import Parallel
 from vime.memory.residency import TRAINER_TAGS
+from vime.planning.amounts import FROZEN
 from vime.planning.plan import Task
 
-FROZEN: frozenset[Task] = frozenset({"reference", "teacher"})
+
+def tags_of(task: Task) -> tuple[Tag, ...]:
+    """What a training role has on its devices."""
+    return (Tag.PARAMS,) if task in FROZEN else TRAINER_TAGS
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +34,7 @@ class Member:
     @property
     def tags(self) -> tuple[Tag, ...]:
         """What it has on its devices."""
-        return (Tag.PARAMS,) if self.task in FROZEN else TRAINER_TAGS
+        return tags_of(self.task)
 
 
 class Team:

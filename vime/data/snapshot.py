@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,21 +28,12 @@ class Snapshot:
     warnings: tuple[str, ...] = ()
 
 
-def write_snapshot(
-    root: Path, step: int, write: Callable[[Path], None], *, state: Mapping[str, Any], keep: Retention | None = None
-) -> Path:
-    """Write a checkpoint and return its folder; `write` puts the payload into the folder it is given.
-
-    Killed at any moment, this leaves the previous checkpoint loadable. Raises CheckpointError when the folder cannot be
-    written, and whatever `write` raises.
-    """
-    partial = begin_snapshot(root, step, state=state)
-    write(partial)
-    return commit_snapshot(partial, keep=keep)
-
-
 def begin_snapshot(root: Path, step: int, *, state: Mapping[str, Any]) -> Path:
-    """A folder with the state, for the payload of `step`. Nothing reads it before `commit_snapshot`."""
+    """A folder with the state, for the payload of `step`. Nothing reads it before `commit_snapshot`.
+
+    Killed at any moment until then and in it, a run has the checkpoint before. Raises CheckpointError for a state that is not
+    JSON and for a folder that cannot be written.
+    """
     partial = disk.partial_folder(root, step)
     try:
         text = json.dumps(state, indent=1, sort_keys=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from vime.observe.recorder import Recorder
@@ -78,21 +78,12 @@ class _Turns:
     def __init__(self, inner: DeviceTurns, recorder: Recorder) -> None:
         self._inner, self._recorder = inner, recorder
 
-    def train(self) -> AbstractAsyncContextManager[None]:
-        return self._timed()
-
     @asynccontextmanager
-    async def _timed(self) -> AsyncIterator[None]:
-        turn = self._inner.train()
-        with self._recorder.span(f"{OTHER}/turn"):
-            await turn.__aenter__()
-        try:
+    async def train(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as turn:
+            with self._recorder.span(f"{OTHER}/turn"):
+                await turn.enter_async_context(self._inner.train())
             yield
-        except BaseException as error:
-            if not await turn.__aexit__(type(error), error, error.__traceback__):
-                raise
-        else:
-            await turn.__aexit__(None, None, None)
 
 
 class _Checkpoints:

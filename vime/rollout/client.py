@@ -13,6 +13,7 @@ import aiohttp
 from vime.errors import DeadlineError, EngineError
 from vime.facts.engine import ANSWER_KEY, FLAT_ANSWER, TOKEN_ROUTE
 from vime.types import PolicyVersion, SampleStatus, VersionSpan
+from vime.weights.answers import error_text
 
 GENERATE_ROUTE = TOKEN_ROUTE
 SESSION_HEADER = "x-session-id"
@@ -75,7 +76,8 @@ class Generation:
 class GenerateClient:
     """Sends requests to one base URL over kept connections, as many at once as are asked for.
 
-    Proxy variables are ignored. `timeout_s` is the deadline of a request from sending to the last byte.
+    Proxy variables are ignored. `timeout_s` is the deadline of a request from sending to the last byte: time at a shut gate, or
+    frozen in an engine during an update, counts.
     """
 
     def __init__(self, base_url: str, api_key: str | None = None, *, timeout_s: float, model: str | None = None) -> None:
@@ -138,7 +140,7 @@ class GenerateClient:
             raise DeadlineError(
                 f"no answer within {self.timeout_s:g} s",
                 where=self.base_url,
-                fix="see the engine's log; raise rollout.request_timeout_s for long responses",
+                fix="see the engine's log; raise rollout.request_timeout_s for long responses or long updates of the weights",
             ) from error
         except aiohttp.ClientError as error:
             raise RetryableError(f"the connection failed: {error or type(error).__name__}", where=self.base_url) from error
@@ -196,18 +198,3 @@ def _completion(choice: Mapping[str, Any], where: str) -> Completion:
 def _server_log_probs(choice: Mapping[str, Any]) -> Iterator[Any]:
     """Of the form in which a server without vime's gate answers."""
     return (entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ())
-
-
-def error_text(payload: bytes) -> str:
-    """The message in an error answer of vLLM or the router, or the text itself (600 characters at most)."""
-    text = payload.decode("utf-8", errors="replace")
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text[:600]
-    while isinstance(value, dict):
-        inner = value.get("error", value.get("message", value.get("detail")))
-        if inner is None:
-            break
-        value = inner
-    return (value if isinstance(value, str) else json.dumps(value))[:600]

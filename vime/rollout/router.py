@@ -15,9 +15,9 @@ from urllib.parse import quote
 import aiohttp
 
 from vime.errors import ConfigError, DeadlineError, EngineError, Errors
-from vime.rollout.client import error_text
 from vime.rollout.launcher import Child, child_env
 from vime.rollout.ports import LOOPBACK, PortLease, lease_port
+from vime.weights.answers import error_text
 
 OWNED_KEYS: Mapping[str, str] = {
     "worker_urls": "nothing: vime registers its engines",

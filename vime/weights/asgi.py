@@ -104,14 +104,6 @@ async def call_app(app: App, scope: Scope, path: str, body: bytes, query: bytes,
     return status, b"".join(chunks)
 
 
-def message_of(content: bytes) -> str:
-    try:
-        error = json.loads(content).get("error", "")
-    except (ValueError, AttributeError):
-        return content[:500].decode(errors="replace")
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]
-
-
 def problem(message: str) -> dict[str, Any]:
     return {"error": {"message": message}}
 

@@ -11,6 +11,7 @@ import aiohttp
 
 from vime.errors import DeadlineError, EngineError, WeightSyncError
 from vime.facts.engine import TOKEN_ROUTE
+from vime.weights.answers import error_text
 from vime.weights.probe import LogProbs
 
 PauseMode = Literal["drain", "abort", "keep"]
@@ -173,17 +174,7 @@ class EngineControl:
         return content
 
     def _error(self, path: str, status: int, text: str) -> EngineError | WeightSyncError:
-        what = f"{self.name}: {path} answered {status}: {_message(text)}"
+        what = f"{self.name}: {path} answered {status}: {error_text(text.encode(), limit=2000)}"
         if path in ("/vime/init", "/vime/update"):
             return WeightSyncError(what, where=self.url, fix="publish again; the engine stays paused until an update succeeds")
         return EngineError(what, where=self.url, fix="read the engine's log")
-
-
-def _message(text: str) -> str:
-    import json
-
-    try:
-        error = json.loads(text).get("error", text)
-    except (ValueError, AttributeError):
-        return text[:500]
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]

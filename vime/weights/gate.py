@@ -27,6 +27,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from vime.facts.engine import RESET_ROUTE, TOKEN_ROUTE, VERSION_ROUTE
+from vime.weights.answers import error_text
 from vime.weights.asgi import (
     App,
     InnerError,
@@ -36,7 +37,6 @@ from vime.weights.asgi import (
     Waiting,
     call_app,
     header,
-    message_of,
     problem,
     read_body,
     replayed,
@@ -45,6 +45,7 @@ from vime.weights.asgi import (
 )
 from vime.weights.flat_answer import answer_flat, flat_request
 from vime.weights.hosts import host_identity
+from vime.weights.report import most_of
 from vime.weights.stamp import StampedAnswer
 from vime.weights.verdict import JudgedAnswer, Verdicts
 
@@ -306,8 +307,7 @@ class Gate:
         if failed:
             rank, message = failed[0]
             raise InnerError(step, 500, f"worker {rank}: {message}" if len(results) > 1 else message)
-        most = {kind: [result.get(kind, {}) for result in results] for kind in ("seconds", "bytes")}
-        return {kind: {name: max(one[name] for one in all_) for name in all_[0]} for kind, all_ in most.items()}
+        return {kind: most_of(result.get(kind, {}) for result in results) for kind in ("seconds", "bytes")}
 
     async def _inner(self, scope: Scope, path: str, body: Any = None, query: bytes = b"") -> Any:
         """Call a route of the wrapped app. Raises InnerError unless it answers 2xx."""
@@ -316,7 +316,7 @@ class Gate:
         except Exception as error:
             raise InnerError(path, 500, f"{type(error).__name__}: {error}"[:2000]) from error
         if not 200 <= status < 300:
-            raise InnerError(path, status, message_of(content))
+            raise InnerError(path, status, error_text(content, limit=2000))
         return json.loads(content) if content else None
 
 

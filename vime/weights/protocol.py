@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vime.config.schema import CheckSchedule
@@ -29,6 +29,7 @@ from vime.types import PolicyVersion
 from vime.weights.control import EngineControl, PauseMode
 from vime.weights.joining import Offering, join
 from vime.weights.probe import LogProbs, ProbeResult, compare, tolerance_for
+from vime.weights.report import SyncReport, most_of
 from vime.weights.waits import Clock, all_of, ended, mark_seen, timed, try_for
 
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -63,43 +64,6 @@ class TrainerLink(Offering, Protocol):
         ...
 
     async def probe_log_probs(self, sequences: Sequence[Sequence[int]]) -> LogProbs: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """One publish. `seconds` by phase, in order and without overlap; `nbytes` is what one engine received.
-
-    `engine_seconds`: by engine, what it spent on the phases of its update (start, update, finish). `stage_s`: what the trainer
-    needed to make its weights readable, which lies within `hold` and `stage`. `engine_bytes`: of the fullest engine, by tag.
-    """
-
-    version: PolicyVersion
-    seconds: Mapping[str, float]
-    nbytes: int
-    probe: Mapping[str, ProbeResult] = field(default_factory=dict)
-    engine_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    stage_s: float = 0.0
-    engine_bytes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def slowest_engine(self) -> dict[str, float]:
-        """Seconds by phase of an update; in each phase those of the engine that was slowest in it."""
-        phases = {phase for seconds in self.engine_seconds.values() for phase in seconds}
-        return {p: max(s[p] for s in self.engine_seconds.values() if p in s) for p in sorted(phases)}
-
-    @property
-    def probe_mean(self) -> float | None:
-        """The worst engine's mean difference; None when nothing was probed."""
-        return max((r.mean for r in self.probe.values()), default=None)
-
-    @property
-    def probe_max(self) -> float | None:
-        return max((r.max for r in self.probe.values()), default=None)
-
-
-def most_of(rows: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The largest value of each name."""
-    return {name: max(row.get(name, 0) for row in rows) for name in sorted({name for row in rows for name in row})}
 
 
 def is_due(schedule: CheckSchedule, count: int) -> bool:
@@ -202,8 +166,8 @@ class Publisher:
         """Bring the trainer's current weights to every engine; `before_serving` is awaited once all of them have the weights
         and those are kept for later engines: the trainer may leave then. Without it, the copy is made after the gates open.
 
-        Raises WeightSyncError, ProbeError or DeadlineError naming the tensor, the rank or the engine; the engines then stay
-        paused with their gates shut. What the last publish failed to keep raises here too, before an engine is touched.
+        Raises WeightSyncError, ProbeError or DeadlineError naming the tensor, the rank or the engine; engines that have paused
+        stay so, with their gates shut. What the last publish failed to keep raises here too, before an engine is touched.
         """
         async with self._lock:
             clock = Clock()
@@ -229,7 +193,7 @@ class Publisher:
             self._published = published
             if before_serving is None:
                 self._keep()
-            held = most_of([getattr(e, "held_bytes", {}) for e in engines])
+            held = most_of(e.held_bytes for e in engines)
             return SyncReport(version, clock.seconds, self._nbytes, results, updates, stage_s, held)
 
     async def admit(self, engine: EngineControl, *, probe: bool = True) -> None:

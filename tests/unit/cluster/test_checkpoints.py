@@ -209,6 +209,24 @@ def test_a_run_that_fails_gives_the_checkpoint_on_its_way_a_moment(
     assert ranks.latest() == (2 if writes else None)
 
 
+def test_a_step_that_is_ended_while_it_waits_leaves_the_checkpoint_on_its_way(tmp_path: Path) -> None:
+    """As the loop ends the learner when the collector has failed."""
+    ranks = Ranks(tmp_path, CheckpointSection(every=2, asynchronous=True))
+
+    async def train() -> None:
+        await ranks.step(2)
+        waiting = asyncio.create_task(ranks.step(4))
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        asyncio.get_running_loop().call_later(0.05, ranks.write)
+        await ranks.checkpoints.close()
+
+    asyncio.run(train())
+    assert (ranks.latest(), ranks.saved) == (2, [2])
+
+
 def test_kept_ones_must_be_written() -> None:
     for every, keep_every in ((0, 5), (10, 15)):
         with pytest.raises(ValidationError, match="keep_every must be a multiple of every"):

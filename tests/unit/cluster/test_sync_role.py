@@ -13,7 +13,7 @@ from vime.cluster.sync_role import Publishing, SyncRules
 from vime.config.schema import WeightsSection
 from vime.errors import DeadlineError, EngineError, ProbeError
 from vime.types import PolicyVersion
-from vime.weights.protocol import SyncReport
+from vime.weights.report import SyncReport
 
 Leave = Callable[[], Awaitable[None]] | None
 

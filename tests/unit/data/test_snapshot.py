@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from vime.data import disk
 from vime.data.disk import FileSum, Retention
-from vime.data.snapshot import begin_snapshot, commit_snapshot, latest_snapshot, load_snapshot, write_snapshot
+from vime.data.snapshot import begin_snapshot, commit_snapshot, latest_snapshot, load_snapshot
 from vime.errors import CheckpointError
 
 
@@ -22,6 +23,12 @@ def payload(text: str):
         (folder / "rng.bin").write_bytes(bytes(range(256)))
 
     return write
+
+
+def write_snapshot(root: Path, step: int, write: Callable[[Path], None], *, state: Any, keep: Retention | None = None) -> Path:
+    partial = begin_snapshot(root, step, state=state)
+    write(partial)
+    return commit_snapshot(partial, keep=keep)
 
 
 def save(root: Path, step: int, *, text: str = "weights", keep: int = 2, keep_every: int = 0) -> Path:

@@ -1,4 +1,4 @@
-"""The shared and the exclusive turn, and deadlines that stop while waiting for one."""
+"""The shared and the exclusive turn."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.errors import DeadlineError
-from vime.rollout.turns import FreeTurns, PausableDeadline, Turns
+from vime.rollout.turns import FreeTurns, Turns
 from vime.testing.clock import run_virtual
 
 
@@ -161,112 +160,3 @@ def test_exclusive_excludes_whatever_is_cancelled(holders: list[tuple[bool, int,
         assert len(diary.lines) >= sum(cancel_s is None for *_, cancel_s in holders)
 
     run_virtual(main())
-
-
-# ---- deadlines
-
-
-def test_a_deadline_interrupts_and_names_what_was_late() -> None:
-    async def main() -> None:
-        with pytest.raises(DeadlineError, match="request 17 did not finish in 5 s"):
-            async with PausableDeadline(5, what="request 17"):
-                await asyncio.sleep(6)
-        assert asyncio.get_running_loop().time() == 5
-        async with PausableDeadline(5, what="request 18") as deadline:
-            await asyncio.sleep(4)
-            assert deadline.remaining_s == 1
-        await asyncio.sleep(10)
-
-    run_virtual(main())
-
-
-def test_waiting_for_the_turn_does_not_count() -> None:
-    async def main() -> None:
-        turns = Turns()
-        training = asyncio.create_task(_train(turns, 100))
-        await asyncio.sleep(1)
-        async with PausableDeadline(5, what="request") as deadline:
-            await asyncio.sleep(2)
-            async with turns.rollout(deadline):
-                assert asyncio.get_running_loop().time() == 100
-                assert deadline.remaining_s == 3
-                await asyncio.sleep(2)
-        await training
-
-    run_virtual(main())
-
-
-def test_the_rest_of_the_deadline_runs_once_the_turn_is_granted() -> None:
-    async def request(turns: Turns) -> None:
-        async with PausableDeadline(5, what="request") as deadline:
-            await asyncio.sleep(2)
-            async with turns.rollout(deadline):
-                await asyncio.sleep(100)
-
-    async def main() -> None:
-        turns = Turns()
-        training = asyncio.create_task(_train(turns, 10))
-        await asyncio.sleep(0)
-        with pytest.raises(DeadlineError):
-            await request(turns)
-        assert asyncio.get_running_loop().time() == 13
-        assert turns.holders == 0
-        await training
-
-    run_virtual(main())
-
-
-async def _train(turns: Turns, for_s: float) -> None:
-    async with turns.exclusive():
-        await asyncio.sleep(for_s)
-
-
-def test_pauses_nest_and_may_come_from_another_task() -> None:
-    async def main() -> None:
-        async with PausableDeadline(5, what="request") as deadline:
-
-            async def pause_for_a_while() -> None:
-                await asyncio.sleep(1)
-                with deadline.paused():
-                    await asyncio.sleep(10)
-                    with deadline.paused():
-                        await asyncio.sleep(10)
-                    await asyncio.sleep(10)
-
-            other = asyncio.create_task(pause_for_a_while())
-            await asyncio.sleep(34)
-            assert deadline.remaining_s == 1
-            await other
-
-    run_virtual(main())
-
-
-def test_a_pause_from_before_the_start_counts() -> None:
-    async def main() -> None:
-        deadline = PausableDeadline(1, what="request")
-        with deadline.paused():
-            async with deadline:
-                await asyncio.sleep(50)
-
-    run_virtual(main())
-
-
-def test_other_errors_and_cancellation_pass_through_unchanged() -> None:
-    async def main() -> None:
-        own = TimeoutError("mine")
-        with pytest.raises(TimeoutError) as caught:
-            async with PausableDeadline(5, what="request"):
-                raise own
-        assert caught.value is own
-        task = asyncio.create_task(_wait_under_deadline())
-        await asyncio.sleep(1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run_virtual(main())
-
-
-async def _wait_under_deadline() -> None:
-    async with PausableDeadline(5, what="request"):
-        await asyncio.sleep(100)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,19 @@ from vime.rollout.worker import Outcome, RolloutWorker, WorkerSetup
 from vime.testing.tiny_models import make_tiny_qwen3
 from vime.types import PolicyVersion, PromptId, VersionSpan
 
-Handler = Callable[[int], web.Response]
+Handler = Callable[[int], web.Response | Awaitable[web.Response]]
 
 
 @asynccontextmanager
-async def worker(folder: Path, handler: Handler) -> AsyncIterator[RolloutWorker]:
+async def worker(folder: Path, handler: Handler, *, timeout_s: float = 600.0) -> AsyncIterator[RolloutWorker]:
     """Connected to a server whose answers `handler` makes, by the number of the request."""
     seen = 0
 
     async def generate(request: web.Request) -> web.Response:
         nonlocal seen
         seen += 1
-        return handler(seen)
+        made = handler(seen)
+        return await made if inspect.isawaitable(made) else made
 
     model = make_tiny_qwen3(folder / "model", seed=1)
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "label": "2"}) + "\n")
@@ -36,7 +39,7 @@ async def worker(folder: Path, handler: Handler) -> AsyncIterator[RolloutWorker]
         seed=0,
         model_path=model,
         data=DataSection(path=folder / "prompts.jsonl"),
-        rollout=RolloutSection(group_size=2),
+        rollout=RolloutSection(group_size=2, request_timeout_s=timeout_s),
         reward=RewardSection(kind="exact"),
     )
     app = web.Application()
@@ -93,3 +96,20 @@ async def test_a_group_that_cannot_be_trained_whole_goes_back(tmp_path: Path, ha
     assert found.samples == ()
     assert found.dropped is None
     assert reason in (found.failure or "")
+
+
+async def test_the_deadline_of_a_request_begins_when_it_is_sent(tmp_path: Path) -> None:
+    """So waiting for shared devices does not count; what a request waits in an engine does, and its group goes back."""
+
+    async def hangs_later(number: int) -> web.Response:
+        await asyncio.sleep(60.0 if number > 1 else 0.0)
+        return answer("stop", "stop", spans=MIXED)
+
+    async with worker(tmp_path, hangs_later, timeout_s=0.5) as made:
+        await made.pause()
+        await made.submit([PromptId(0, 0, 0)])
+        await asyncio.sleep(0.8)
+        await made.resume()
+        (found,) = await made.finished()
+        assert len(found.samples) == 2
+        assert "no answer within 0.5 s" in ((await outcome(made)).failure or "")

@@ -75,6 +75,7 @@ class Engine:
         self.skew = 0.0
         self.asleep = set()
         self.pauses = []
+        self.held_bytes = {}
 
     async def _step(self, what, effect=lambda: None):
         self.log.append(f"{self.name} {what}")
