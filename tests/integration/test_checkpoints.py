@@ -124,6 +124,19 @@ def named(value: Any) -> str:
     return value if isinstance(value, str) else "-".join(f"{axis}{size}" for axis, size in value.items())
 
 
+@pytest.mark.parametrize("before", [PP, pytest.param(ONE, marks=pytest.mark.slow)], ids=named)
+def test_training_that_has_gone_on_before_goes_on_again_bit_for_bit(before, model_of, written, tmp_path: Path) -> None:
+    """On two pipeline stages, of which the first never counts an update of experts but was loaded with a count of them."""
+    checkpoint, _ = written("experts", before)
+    job = {"vocab": VOCAB, "parallel": PP}
+    saved = tmp_path / "saved"
+    once = launch(tmp_path / "once", model_of("experts"), **job, load=str(checkpoint), save=str(saved), save_at=2)
+    twice = launch(tmp_path / "twice", model_of("experts"), **job, load=str(saved))
+    for ours, theirs in zip(twice, once, strict=True):
+        assert ours["metrics"] == theirs["metrics"][1:]
+        assert ours["digests"] == theirs["digests"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "before", "after"), CHANGES, ids=named)
 def test_every_tensor_goes_over_into_another_layout(kind, before, after, model_of, written, tmp_path: Path) -> None:

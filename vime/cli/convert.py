@@ -47,11 +47,10 @@ def convert(args: argparse.Namespace) -> int:
             f"{args.source} is neither a Hugging Face folder nor a torch_dist checkpoint",
             fix="name a folder with config.json, or one with metadata.json",
         )
-    if is_folder == (args.model is not None):
-        what = (
-            "a checkpoint needs --model, the folder" if not is_folder else "a Hugging Face folder needs no --model: it is one"
-        )
-        raise ConfigError(what + (" with its config.json and tokenizer" if not is_folder else ""), where="command line")
+    if is_folder and args.model is not None:
+        raise ConfigError("a Hugging Face folder needs no --model: it is one", where="command line")
+    if not is_folder and args.model is None:
+        raise ConfigError("a checkpoint needs --model, the folder with its config.json and tokenizer", where="command line")
     setup = _setup(args.source if is_folder else args.model, args.dtype)
     from vime.trainer.megatron.convert import Conversion
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from vime.facts.collectives import CollectiveSpec
 from vime.facts.memory import MemoryBackend, Tag, TagSemantics
 from vime.facts.process import Factory, MegatronAdaptation, Parallel, TrainerRuntime
 from vime.trainer.setup import TrainerSetup
+from vime.types import TrainSample
 
 VOCAB = 50
 
@@ -72,6 +74,20 @@ def make_setup(model_path: Path, **changes: Any) -> TrainerSetup:
         "from_scratch_seed": 7,
     }
     return TrainerSetup(**{**fields, **changes})
+
+
+@pytest.fixture
+def supervised() -> list[TrainSample]:
+    """Four rows with 31 response tokens, below a vocabulary of 320.
+
+    Without special tokens: transformers gives the padding token's embedding no gradient.
+    """
+    draw = random.Random(5)
+
+    def ids(size: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(4, 320) for _ in range(size))
+
+    return [TrainSample(ids(p), ids(r), (), (1,) * r, None, ()) for p, r in ((3, 5), (1, 9), (4, 1), (2, 16))]
 
 
 @pytest.fixture

@@ -139,6 +139,7 @@ def test_an_interrupted_conversion_goes_on_behind_the_last_whole_file(conversion
 
 
 def test_a_folder_of_another_conversion_is_refused(conversion_of, tmp_path):
+    """Of another type, or of another model of the same sizes: a file that is there would be taken for one's own."""
     model = make_tiny(tmp_path / "hf", "qwen3")
     conversion = conversion_of(model)
     (tmp_path / "other").mkdir()
@@ -149,10 +150,19 @@ def test_a_folder_of_another_conversion_is_refused(conversion_of, tmp_path):
     def stop(_done: int, _total: int, _last: str) -> None:
         raise Stop
 
+    begun, back = tmp_path / "begun", tmp_path / "back"
     with pytest.raises(Stop):
-        conversion.to_torch_dist(tmp_path / "begun", stop)
-    with pytest.raises(ConfigError, match=r"begun holds another conversion"):
-        conversion_of(model, dtype="bfloat16").to_torch_dist(tmp_path / "begun", quiet)
+        conversion.to_torch_dist(begun, stop)
+    conversion.to_torch_dist(tmp_path / "whole", quiet)
+    with pytest.raises(Stop):
+        conversion.to_hf(tmp_path / "whole", back, stop)
+    twin = make_tiny(tmp_path / "twin", "qwen3", seed=9)
+    for folder, dtype in ((model, "bfloat16"), (twin, "float32")):
+        other = conversion_of(folder, dtype=dtype)
+        with pytest.raises(ConfigError, match=r"begun holds another conversion"):
+            other.to_torch_dist(begun, quiet)
+        with pytest.raises(ConfigError, match=r"back holds another conversion"):
+            other.to_hf(tmp_path / "whole", back, quiet)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(conversion_of, tmp_path):

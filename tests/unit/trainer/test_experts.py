@@ -1,15 +1,12 @@
-"""A mixture of experts on one real rank, beside transformers' own Qwen3 MoE; what cannot be trained is refused."""
+"""A mixture of experts on one real rank; what cannot be trained is refused. Beside transformers: `test_families.py`."""
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from vime.config.schema import OptimizerSection, SftSection, TrainerSection
 from vime.errors import ConfigError, TrainerError
@@ -28,71 +25,8 @@ def folder(tmp_path_factory) -> Path:
     return make_tiny_qwen3_moe(tmp_path_factory.mktemp("mixture") / "model", hidden=32, ffn=24, vocab_size=VOCAB)
 
 
-def reference(folder: Path) -> Any:
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def rows() -> list[TrainSample]:
-    """Without special tokens: transformers gives the padding token's embedding no gradient."""
-    draw = random.Random(5)
-
-    def ids(size: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(4, VOCAB) for _ in range(size))
-
-    return [TrainSample(ids(p), ids(r), (), (1,) * r, None, ()) for p, r in ((3, 5), (1, 9), (4, 1), (2, 16))]
-
-
-@pytest.mark.parametrize("normalised", [True, False])
-def test_logits_are_those_of_transformers(worker_of, folder, tmp_path, normalised):
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in folder.iterdir():
-        (model / path.name).symlink_to(path)
-    config = json.loads((folder / "config.json").read_text()) | {"norm_topk_prob": normalised}
-    (model / "config.json").unlink()
-    (model / "config.json").write_text(json.dumps(config))
-    worker, other = worker_of(model, from_scratch_seed=None), reference(model)
-    ids = torch.tensor([[(7 * i) % VOCAB for i in range(24)]])
-    seen: list[torch.Tensor] = []
-    head = worker._model.head_weight
-    worker._model.bare.output_layer.register_forward_hook(lambda _module, _args, output: seen.append(output[0]))
-    worker.log_probs(ids.tolist())
-    with torch.no_grad():
-        theirs = other(ids).logits[0, :-1]
-        ours = seen[0][:, 0] @ head[:VOCAB].t()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    assert theirs.std() > 0.1
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_loss_and_gradient_norm_are_those_of_transformers(worker_of, folder, recompute):
-    section = TrainerSection(optimizer=OptimizerSection(lr=1e-3), recompute=recompute)
-    worker = worker_of(folder, from_scratch_seed=None, algorithm=SftSection(), trainer=section)
-    other, batch = reference(folder), rows()
-    count = sum(len(r.response_ids) for r in batch)
-    loss = torch.zeros(())
-    for row in batch:
-        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
-        log_p = other(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        loss = loss - log_p[len(row.prompt_ids) - 1 :].sum() / count
-    loss.backward()
-    norm = torch.stack([p.grad.pow(2).sum() for p in other.parameters()]).sum().sqrt()
-    metrics = worker.train_step([UpdateWork((tuple(batch[:1]), tuple(batch[1:])), num_rollouts=4, num_tokens=count)])
-    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=2e-6)
-    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-
-
-def test_weights_go_through_bit_for_bit(worker_of, folder, tmp_path):
-    worker = worker_of(folder, from_scratch_seed=None)
-    worker.save_hf(tmp_path / "saved")
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
-    assert before.keys() == after.keys() == {t.name for t in worker.manifest().tensors}
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_training_reaches_router_and_experts(worker_of, folder):
-    worker, batch = worker_of(folder, from_scratch_seed=None, algorithm=SftSection()), rows()
+def test_training_reaches_router_and_experts(worker_of, folder, supervised):
+    worker, batch = worker_of(folder, from_scratch_seed=None, algorithm=SftSection()), supervised
     before = {name: tensor.clone() for name, tensor in worker.weights()}
     worker.train_step([UpdateWork((tuple(batch),), num_rollouts=4, num_tokens=31)])
     changed = {name for name, tensor in worker.weights() if not torch.equal(tensor, before[name])}
@@ -100,8 +34,8 @@ def test_training_reaches_router_and_experts(worker_of, folder):
     assert {f"model.layers.1.mlp.experts.{i}.down_proj.weight" for i in range(8)} <= changed
 
 
-def test_bfloat16_keeps_the_router_in_float32(worker_of, folder):
-    worker, batch = worker_of(folder, from_scratch_seed=None, dtype="bfloat16", algorithm=SftSection()), rows()
+def test_bfloat16_keeps_the_router_in_float32(worker_of, folder, supervised):
+    worker, batch = worker_of(folder, from_scratch_seed=None, dtype="bfloat16", algorithm=SftSection()), supervised
     logits: list[torch.Tensor] = []
     router = worker._model.bare.decoder.layers[0].mlp.router
     gating = router.gating
@@ -112,8 +46,8 @@ def test_bfloat16_keeps_the_router_in_float32(worker_of, folder):
     assert {t.dtype for t in worker.manifest().tensors} == {"bfloat16"}
 
 
-def test_parked_experts_come_back(worker_of, folder):
-    worker, batch = worker_of(folder, from_scratch_seed=None, algorithm=SftSection()), rows()
+def test_parked_experts_come_back(worker_of, folder, supervised):
+    worker, batch = worker_of(folder, from_scratch_seed=None, algorithm=SftSection()), supervised
     work = [UpdateWork((tuple(batch),), num_rollouts=4, num_tokens=31)]
     straight = [worker.train_step(work) for _ in range(2)]
     worker = worker_of(folder, from_scratch_seed=None, algorithm=SftSection())
@@ -124,8 +58,8 @@ def test_parked_experts_come_back(worker_of, folder):
     assert [first, worker.train_step(work)] == straight
 
 
-def test_a_checkpoint_with_experts_goes_on_bit_for_bit(worker_of, folder, tmp_path):
-    work = [UpdateWork((tuple(rows()),), num_rollouts=4, num_tokens=31)]
+def test_a_checkpoint_with_experts_goes_on_bit_for_bit(worker_of, folder, tmp_path, supervised):
+    work = [UpdateWork((tuple(supervised),), num_rollouts=4, num_tokens=31)]
     worker = worker_of(folder, from_scratch_seed=None, algorithm=SftSection())
     worker.train_step(work)
     worker.save(tmp_path / "checkpoint")
@@ -149,13 +83,13 @@ def router_gradients(worker: Any, batch: list[TrainSample], parts: int) -> dict[
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("key", "coefficient"), [("moe_aux_loss_coeff", 0.5), ("moe_z_loss_coeff", 0.05)])
-def test_an_auxiliary_loss_is_a_mean_over_the_tokens_of_the_update(worker_of, folder, key, coefficient, parts):
+def test_an_auxiliary_loss_is_a_mean_over_the_tokens_of_the_update(worker_of, folder, key, coefficient, parts, supervised):
     """The last router's gradient changes by that of the loss in closed form: nothing behind it depends on it."""
 
     def trainer(**megatron: float) -> TrainerSection:
         return TrainerSection(optimizer=OptimizerSection(lr=0.0, min_lr=0.0, clip_grad=0.0), megatron=megatron)
 
-    batch = rows()
+    batch = supervised
     plain = router_gradients(worker_of(folder, from_scratch_seed=None, algorithm=SftSection(), trainer=trainer()), batch, parts)
     worker = worker_of(folder, from_scratch_seed=None, algorithm=SftSection(), trainer=trainer(**{key: coefficient}))
     router, seen = worker._model.bare.decoder.layers[1].mlp.router, []
@@ -179,9 +113,9 @@ def test_an_auxiliary_loss_is_a_mean_over_the_tokens_of_the_update(worker_of, fo
     assert weight.grad.abs().max() > 1e-4
 
 
-def test_a_frozen_router_stays_and_the_rest_learns(worker_of, folder):
+def test_a_frozen_router_stays_and_the_rest_learns(worker_of, folder, supervised):
     section = TrainerSection(optimizer=OptimizerSection(lr=1e-3), freeze_router=True)
-    worker, batch = worker_of(folder, from_scratch_seed=None, algorithm=SftSection(), trainer=section), rows()
+    worker, batch = worker_of(folder, from_scratch_seed=None, algorithm=SftSection(), trainer=section), supervised
     before = {name: tensor.clone() for name, tensor in worker.weights()}
     worker.train_step([UpdateWork((tuple(batch),), num_rollouts=4, num_tokens=31)])
     same = {name for name, tensor in worker.weights() if torch.equal(tensor, before[name])}
@@ -245,7 +179,7 @@ def test_settings_that_cannot_train_experts_are_refused(folder):
     check_experts(shape, both, expert_values(shape, both))
 
 
-@pytest.mark.parametrize("key", ["moe_grouped_gemm", "mtp_num_layers"])
+@pytest.mark.parametrize("key", ["moe_grouped_gemm", "mtp_num_layers", "moe_enable_routing_replay"])
 def test_passed_through_keys_of_experts_are_refused_with_the_reason(key):
     with pytest.raises(ConfigError, match=f"{key} is not supported: ."):
         checked_passthrough({key: 1})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from vime.config.schema import OptimizerSection, SftSection, TrainerSection
 from vime.errors import ConfigError
 from vime.testing.tiny_models import FamilySizes, make_tiny
 from vime.trainer.megatron import folders
-from vime.types import TrainSample, UpdateWork
+from vime.types import UpdateWork
 
 VOCAB = 320
 CASES: dict[str, tuple[str, FamilySizes]] = {
@@ -23,6 +22,7 @@ CASES: dict[str, tuple[str, FamilySizes]] = {
     "qwen2-untied": ("qwen2", {"tied": False}),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-plain": ("qwen3_moe", {}),
     "llama": ("llama", {"rotary_factor": 1.0}),
     "llama-scaled": ("llama", {"rotary_factor": 8.0, "max_positions": 512}),
     "glm4_moe": ("glm4_moe", {}),
@@ -30,6 +30,8 @@ CASES: dict[str, tuple[str, FamilySizes]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3-plain": ("deepseek_v3", {"q_rank": 0, "rotary_factor": 1.0, "groups": 1, "shared_experts": 2}),
 }
+SETTINGS = {"qwen3_moe-plain": {"norm_topk_prob": False}}
+"""Of config.json, beside those that a tiny model has."""
 MIXTURES = ("glm4_moe", "deepseek_v3")
 
 
@@ -43,6 +45,8 @@ def make(folder: Path, case: str) -> Path:
         if "norm" in name:
             tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
     save_file(tensors, path, metadata={"format": "pt"})
+    config = path.parent / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | SETTINGS.get(case, {})))
     return path.parent
 
 
@@ -64,15 +68,6 @@ def reference(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def rows() -> list[TrainSample]:
-    draw = random.Random(5)
-
-    def ids(size: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(4, VOCAB) for _ in range(size))
-
-    return [TrainSample(ids(p), ids(r), (), (1,) * r, None, ()) for p, r in ((3, 5), (1, 9), (4, 1), (2, 16))]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(worker_of, folder_of, case):
     """Measured: at most 8.2e-7 of the largest. 300 tokens, so that scaled rotary positions differ from plain ones."""
@@ -89,11 +84,17 @@ def test_logits_are_those_of_transformers(worker_of, folder_of, case):
     assert theirs.std() > 0.3
 
 
-@pytest.mark.parametrize("case", ["qwen2", "llama-scaled", "glm4_moe", "deepseek_v3", "deepseek_v3-plain"])
-def test_loss_and_gradient_norm_are_those_of_transformers(worker_of, folder_of, case):
-    section = TrainerSection(optimizer=OptimizerSection(lr=1e-3), recompute="full" if case in MIXTURES else "none")
+@pytest.mark.parametrize(
+    ("case", "recompute"),
+    [
+        *((case, "none") for case in ("qwen2", "llama-scaled", "qwen3_moe", "deepseek_v3-plain")),
+        *((case, "full") for case in ("qwen3_moe", *MIXTURES)),
+    ],
+)
+def test_loss_and_gradient_norm_are_those_of_transformers(worker_of, folder_of, supervised, case, recompute):
+    section = TrainerSection(optimizer=OptimizerSection(lr=1e-3), recompute=recompute)
     worker = worker_of(folder_of(case), from_scratch_seed=None, algorithm=SftSection(), trainer=section)
-    other, batch = reference(folder_of(case)), rows()
+    other, batch = reference(folder_of(case)), supervised
     count = sum(len(r.response_ids) for r in batch)
     loss = torch.zeros(())
     for row in batch:
@@ -177,9 +178,9 @@ def bias(worker: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", MIXTURES)
-def test_the_routers_bias_keeps_every_bit_in_sixteen_bit_training(worker_of, folder_of, tmp_path, case):
+def test_the_routers_bias_keeps_every_bit_in_sixteen_bit_training(worker_of, folder_of, supervised, tmp_path, case):
     worker = worker_of(folder_of(case), from_scratch_seed=None, dtype="bfloat16", algorithm=SftSection())
-    worker.train_step([UpdateWork((tuple(rows()),), num_rollouts=4, num_tokens=31)])
+    worker.train_step([UpdateWork((tuple(supervised),), num_rollouts=4, num_tokens=31)])
     worker.save_hf(tmp_path / "saved")
     before, after = (load_file(path / "model.safetensors") for path in (folder_of(case), tmp_path / "saved"))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -188,7 +189,7 @@ def test_the_routers_bias_keeps_every_bit_in_sixteen_bit_training(worker_of, fol
     assert after["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
-def test_the_routers_bias_follows_the_load_where_it_is_asked_to(worker_of, folder_of, tmp_path):
+def test_the_routers_bias_follows_the_load_where_it_is_asked_to(worker_of, folder_of, supervised, tmp_path):
     """Up by the rate for experts with fewer tokens than the mean, down for those with more; resumed bit for bit."""
     section = TrainerSection(optimizer=OptimizerSection(lr=1e-3), megatron={"moe_router_bias_update_rate": 0.01})
     worker = worker_of(folder_of("glm4_moe"), from_scratch_seed=None, algorithm=SftSection(), trainer=section)
@@ -199,7 +200,7 @@ def test_the_routers_bias_follows_the_load_where_it_is_asked_to(worker_of, folde
         counts.add_(output[1].sum(0))
 
     router.register_forward_hook(count)
-    work = [UpdateWork((tuple(rows()),), num_rollouts=4, num_tokens=31)]
+    work = [UpdateWork((tuple(supervised),), num_rollouts=4, num_tokens=31)]
     worker.train_step(work)
     assert counts.max() > counts.min()
     torch.testing.assert_close(bias(worker), before + 0.01 * torch.sign(counts.mean() - counts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -79,3 +80,15 @@ def test_norms_and_scales_of_lists_replace_megatrons_own_and_no_other(monkeypatc
     assert tensors[0].tolist() == [2.0, 3.0]
     list_scale(0, None, [tensors, tensors], 2.0)
     assert [t.flatten().tolist() for t in tensors] == [[4.0, 6.0], [12.0]]
+
+
+def test_an_adam_that_counts_for_each_parameter_is_refused_before_the_first_step(worker_of, setup_of, tmp_path, monkeypatch):
+    """megatron-core's choice where a platform names none and neither Apex nor TransformerEngine is there."""
+    host_facade.install()
+    from megatron.core import optimizer
+
+    monkeypatch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", True)
+    adaptation = replace(setup_of(tmp_path).adaptation, optimizer=None)
+    with pytest.raises(TrainerError, match="names no Adam") as caught:
+        worker_of(adaptation=adaptation)
+    assert "vime_megatron_adapt" in str(caught.value.fix)

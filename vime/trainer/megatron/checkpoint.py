@@ -15,6 +15,7 @@ from vime.errors import CheckpointError
 from vime.trainer.megatron.model import Model
 from vime.trainer.megatron.parallel import Axes, random_state, set_random_state
 from vime.trainer.runtime import DeviceRuntime
+from vime.weights.manifest import short_list
 
 FORMAT = 1
 _SHOWN = 3
@@ -33,7 +34,6 @@ class TrainState:
     """Everything that a checkpoint holds."""
 
     model: Model
-    wrapped: Any
     optimizer: Any
     scheduler: Any
     runtime: DeviceRuntime
@@ -89,34 +89,34 @@ def load(state: TrainState, directory: Path) -> None:
         _check_there(tensors, directory)
         loaded: Any = dist_checkpointing.load(tensors, str(directory))
     except _failures() as error:
-        raise CheckpointError(f"cannot read the checkpoint: {error}", where=str(directory)) from error
+        raise CheckpointError(
+            f"cannot read the checkpoint: {error}", where=str(directory), fix="use the checkpoint before it"
+        ) from error
     _restore(state, loaded)
 
 
 def _restore(state: TrainState, loaded: dict[str, Any]) -> None:
     for name, bare in _pieces(state):
         bare.load_state_dict(loaded[name])
+    state.progress.steps, state.progress.updates = loaded["progress"]["steps"], loaded["progress"]["updates"]
+    _count_updates(loaded["optimizer"], state.progress.updates)
     with torch.no_grad():
         state.optimizer.load_state_dict(loaded["optimizer"])
     state.scheduler.num_steps = 0
     state.scheduler.load_state_dict(loaded["scheduler"])
-    state.progress.steps, state.progress.updates = loaded["progress"]["steps"], loaded["progress"]["updates"]
-    _count_updates(state)
     if "random" in loaded:
         set_random_state(loaded["random"], state.runtime)
 
 
-def _count_updates(state: TrainState) -> None:
-    """Let every parameter group know how many updates there were, which Adam corrects its moments by.
+def _count_updates(optimizer: dict[Any, Any], updates: int) -> None:
+    """Let every parameter group of a loaded optimizer know how many updates there were, which Adam corrects its moments by.
 
-    megatron-core keeps that count once, as the first rank has it. A kind of parameters that this rank has none of, such as
-    experts where the first pipeline stage is dense, would begin again at 0.
+    megatron-core keeps that count as the first rank has it. Of a kind of parameters that this rank has none of, such as
+    experts where the first pipeline stage is dense, it has no count, or the one that it was loaded with.
     """
-    parts = [part for part in state.optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
-    groups = [group for part in parts for group in part.optimizer.param_groups]
-    if not any(torch.is_tensor(entry.get("step")) for part in parts for entry in part.optimizer.state.values()):
-        for group in groups:
-            group["step"] = state.progress.updates
+    parts = [optimizer] if "optimizer" in optimizer else optimizer.values()
+    for group in (group for part in parts for group in part["optimizer"]["param_groups"]):
+        group["step"] = updates
 
 
 def _sharded(state: TrainState, *, is_loading: bool, with_random_state: bool) -> dict[str, Any]:
@@ -185,25 +185,27 @@ def _check_there(tensors: dict[str, Any], directory: Path) -> None:
     """Raise CheckpointError, on every rank, when the checkpoint lacks a tensor that any rank needs."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    values = nested_values(tensors)
-    parts = (
-        part
-        for value in values
-        for part in (nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value])
-    )
+    parts = (part for value in nested_values(tensors) for part in parts_of(value))
     needed = {part.key for part in parts if isinstance(part, ShardedTensor)}
     own = sorted(needed - dist_checkpointing.load_tensors_metadata(str(directory)).keys())
     lacking: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(lacking, own)
     if names := sorted({name for names in lacking for name in names}):
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         raise CheckpointError(
-            f"the checkpoint lacks what this run trains: {shown}",
+            f"the checkpoint lacks what this run trains: {short_list(names, _SHOWN)}",
             where=str(directory),
             fix="train the same parameters as the run that wrote it (trainer.freeze_router: true if routers are named)",
         )
+
+
+def parts_of(cut: Any) -> list[Any]:
+    """The sharded tensors behind one entry of a sharded state dict, a factory's own included."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    return list(nested_values(cut.build())) if isinstance(cut, ShardedTensorFactory) else [cut]
 
 
 def _failures() -> tuple[type[BaseException], ...]:

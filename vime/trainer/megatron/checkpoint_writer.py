@@ -7,7 +7,7 @@ and a fork of a process with running threads may hang. Import this after the pla
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -45,12 +45,17 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Take or write what this rank is the main replica of; a collective. Raises CheckpointException naming the rank."""
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        tensors: Any = mcore_to_pyt_state_dict(by_key, is_loading=False)
         writer = _RankWriter(Path(checkpoint_dir), self.copied if self._copies else None, self.written)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        with torch.no_grad():
-            save(tensors, storage_writer=writer, planner=planner)
+        save_tensors(sharded_state_dict, writer, planner)
+
+
+def save_tensors(sharded_state_dict: Any, writer: FileSystemWriter, planner: SavePlanner) -> None:
+    """Let a writer write what this rank is the main replica of; a collective. Raises CheckpointException naming the rank."""
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+    tensors: Any = mcore_to_pyt_state_dict(by_key, is_loading=False)
+    with torch.no_grad():
+        save(tensors, storage_writer=writer, planner=planner)
 
 
 class _RankWriter(FileSystemWriter):
@@ -66,18 +71,18 @@ class _RankWriter(FileSystemWriter):
         name = f"__{dist.get_rank()}_0.distcp"
         if plan.items and self._copied is not None:
             copy = self._copied[name] = FileCopy()
-            results = [_put(copy, item, planner, name) for item in plan.items]
+            results = [put_item(copy, item, planner, name) for item in plan.items]
         elif plan.items:
             file = HashedFile(self._directory / name)
-            results = [_put(file, item, planner, name) for item in plan.items]
+            results = [put_item(file, item, planner, name) for item in plan.items]
             self._written[name] = file.close()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
 
-def _put(sink: Sink, item: WriteItem, planner: SavePlanner, name: str) -> WriteResult:
-    """Append one item, as torch's own writer does it."""
+def put_item(sink: Sink | BinaryIO, item: WriteItem, planner: SavePlanner, name: str) -> WriteResult:
+    """Append one item to the file of this name, as torch's own writer does it."""
     start = sink.tell()
     data: Any = planner.resolve_data(item)
     if item.type is WriteItemType.BYTE_IO:

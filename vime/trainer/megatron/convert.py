@@ -18,11 +18,13 @@ from torch import Tensor
 from vime.errors import ConfigError
 from vime.models.registry import family_of, read_config
 from vime.trainer.megatron import parallel
-from vime.trainer.megatron.folders import CarriedTensors, Folder, FolderWriter, write_small_files
+from vime.trainer.megatron.checkpoint import parts_of
+from vime.trainer.megatron.folders import CarriedTensors, Folder, FolderWriter, cut_by_bytes, write_small_files
 from vime.trainer.megatron.model import Model, build_model
 from vime.trainer.megatron.weights_view import Entry, WeightsView
 from vime.trainer.runtime import DeviceRuntime
 from vime.trainer.setup import TrainerSetup
+from vime.weights.manifest import short_list
 
 Report = Callable[[int, int, str], None]
 """(bytes done, bytes in total, what was written last)."""
@@ -32,6 +34,7 @@ BATCH_BYTES = 2**30
 NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state", "random")
 """Beginnings of names in a checkpoint that hold no weights."""
 _JOURNAL = "conversion.json"
+_SHOWN = 4
 
 
 class Conversion:
@@ -75,12 +78,12 @@ class Conversion:
         entries = dict(self._named_entries())
         for entry in entries.values():
             self._view.shard_of(entry, folder.without_data)
-        _begin(out, {"from": "hf", "model": dataclasses.asdict(self._model.shape), "dtype": self._setup.dtype})
+        self._begin(out, source=self._setup.model_path)
 
         def read(name: str) -> Tensor:
             return self._view.shard_of(entries[name], folder.read).to(entries[name].param.dtype)
 
-        strategy = LazySave(read, self._sharded(), report)
+        strategy = LazySave(read, self._sharded(), report=report, batch_bytes=BATCH_BYTES)
         try:
             dist_checkpointing.save({"model": self._state()}, str(out), strategy, content_metadata=_content())
         except CheckpointException as error:
@@ -100,6 +103,24 @@ class Conversion:
         """The same, with what megatron-core's modules keep beside tensors."""
         return self._model.bare.sharded_state_dict(metadata=_content())
 
+    def _begin(self, out: Path, *, source: Path) -> None:
+        """Take an empty folder, or one that the same conversion began. Raises ConfigError for any other."""
+        about = {
+            "from": str(source.resolve()),
+            "folder": str(self._setup.model_path.resolve()),
+            "model": dataclasses.asdict(self._model.shape),
+            "dtype": self._setup.dtype,
+        }
+        text = json.dumps(about, sort_keys=True)
+        journal = out / _JOURNAL
+        if journal.is_file() and journal.read_text(encoding="utf-8") == text:
+            return
+        if out.is_dir() and any(out.iterdir()):
+            what = "another conversion" if journal.is_file() else "something else"
+            raise ConfigError(f"{out} holds {what}", fix="name an empty folder, or remove that one")
+        out.mkdir(parents=True, exist_ok=True)
+        journal.write_text(text, encoding="utf-8")
+
     # ---- from megatron-core
 
     def to_hf(self, checkpoint: Path, out: Path, report: Report) -> None:
@@ -111,11 +132,12 @@ class Conversion:
 
         sharded, entries = self._sharded(), dict(self._named_entries())
         _check_checkpoint(checkpoint, sharded)
-        _begin(out, {"from": str(checkpoint.resolve()), "model": dataclasses.asdict(self._model.shape)})
+        self._begin(out, source=checkpoint)
         carried = CarriedTensors(self._setup.model_path, self._model.shape)
         sizes = {spec.name: spec.nbytes for spec in self._view.manifest().tensors} | carried.sizes()
         reader, writer, total, done = CheckpointReader(checkpoint), FolderWriter(out, sizes), sum(sizes.values()), 0
-        for names in _batches({n: e for n, e in entries.items() if not e.is_copy}):
+        own = [name for name, entry in entries.items() if not entry.is_copy]
+        for names in cut_by_bytes(own, lambda name: entries[name].param.nbytes, BATCH_BYTES):
             wanted = [n for n in names if not all(writer.has(hf) for hf in _hf_names(entries[n]))]
             loaded = reader.read({n: sharded[n] for n in wanted})
             for name in names:
@@ -138,20 +160,6 @@ def _hf_names(entry: Entry) -> list[str]:
     return [name for group in entry.groups for name in group]
 
 
-def _batches(entries: Mapping[str, Entry]) -> Iterator[list[str]]:
-    """Names in order, cut at `BATCH_BYTES`."""
-    batch, used = [], 0
-    for name, entry in entries.items():
-        size = entry.param.numel() * entry.param.element_size()
-        if batch and used + size > BATCH_BYTES:
-            yield batch
-            batch, used = [], 0
-        batch.append(name)
-        used += size
-    if batch:
-        yield batch
-
-
 def _check_checkpoint(checkpoint: Path, sharded: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the checkpoint holds the model's tensors, in its shapes, and no other weights."""
     from megatron.core import dist_checkpointing
@@ -165,7 +173,7 @@ def _check_checkpoint(checkpoint: Path, sharded: Mapping[str, Any]) -> None:
     for what, names in (("lacks", missing), ("holds tensors that the model has not:", unknown)):
         if names:
             raise ConfigError(
-                f"{checkpoint} {what} {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+                f"{checkpoint} {what} {short_list(names, _SHOWN)}",
                 fix="give the folder of the model that the checkpoint was made from (--model)",
             )
     for name, part in expected.items():
@@ -177,26 +185,5 @@ def _check_checkpoint(checkpoint: Path, sharded: Mapping[str, Any]) -> None:
             )
 
 
-def parts_of(cut: Any) -> list[Any]:
-    """The sharded tensors behind one entry of a sharded state dict, a factory's own included."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
-    return list(nested_values(cut.build())) if isinstance(cut, ShardedTensorFactory) else [cut]
-
-
 def _content() -> dict[str, Any]:
     return {"singleton_local_shards": False}
-
-
-def _begin(out: Path, about: Mapping[str, Any]) -> None:
-    """Take an empty folder, or one that the same conversion began. Raises ConfigError for any other."""
-    text = json.dumps(about, sort_keys=True)
-    journal = out / _JOURNAL
-    if journal.is_file() and journal.read_text(encoding="utf-8") == text:
-        return
-    if out.is_dir() and any(out.iterdir()):
-        what = "another conversion" if journal.is_file() else "something else"
-        raise ConfigError(f"{out} holds {what}", fix="name an empty folder, or remove that one")
-    out.mkdir(parents=True, exist_ok=True)
-    journal.write_text(text, encoding="utf-8")

@@ -7,47 +7,42 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, TorchDistSaveShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _item_size, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from vime.trainer.megatron.convert import BATCH_BYTES, Report, parts_of
+from vime.trainer.megatron.checkpoint import parts_of
+from vime.trainer.megatron.checkpoint_writer import put_item, save_tensors
+from vime.trainer.megatron.convert import Report
+from vime.trainer.megatron.folders import cut_by_bytes
 
 Read = Callable[[str], Tensor]
 """Local name -> this rank's tensor."""
 
 
 class LazySave(TorchDistSaveShardedStrategy):
-    """The `torch_dist` format; `cuts` says which sharded tensors a local name stands for."""
+    """The `torch_dist` format in files of `batch_bytes` at most; `cuts` says which sharded tensors a local name stands for."""
 
-    def __init__(self, read: Read, cuts: Mapping[str, Any], report: Report) -> None:
+    def __init__(self, read: Read, cuts: Mapping[str, Any], *, report: Report, batch_bytes: int) -> None:
         super().__init__("torch_dist", 1)
         self._planner = _LazyPlanner(read, cuts)
-        self._report = report
+        self._report, self._batch_bytes = report, batch_bytes
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Write what is not written yet."""
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        tensors: Any = mcore_to_pyt_state_dict(by_key, is_loading=False)
-        with torch.no_grad():
-            save(tensors, storage_writer=_ResumingWriter(Path(checkpoint_dir), self._report), planner=self._planner)
+        writer = _ResumingWriter(Path(checkpoint_dir), self._report, self._batch_bytes)
+        save_tensors(sharded_state_dict, writer, self._planner)
 
 
 class _LazyPlanner(MCoreSavePlanner):
@@ -76,16 +71,16 @@ class _LazyPlanner(MCoreSavePlanner):
 
 
 class _ResumingWriter(FileSystemWriter):
-    """Files of at most `BATCH_BYTES`, each with a note of what is in it; a file with a note is not written again."""
+    """Files of at most `batch_bytes`, each with a note of what is in it; a file with a note is not written again."""
 
-    def __init__(self, directory: Path, report: Report) -> None:
+    def __init__(self, directory: Path, report: Report, batch_bytes: int) -> None:
         super().__init__(str(directory), single_file_per_rank=True, thread_count=1)
-        self._directory, self._report = directory, report
+        self._directory, self._report, self._batch_bytes = directory, report, batch_bytes
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """One file after the other; afterwards the notes go."""
         results: list[WriteResult] = []
-        files = list(_grouped(plan.items))
+        files = list(cut_by_bytes(plan.items, _bytes, self._batch_bytes))
         total, done = sum(_bytes(item) for items in files for item in items), 0
         for number, items in enumerate(files):
             path = self._directory / f"__0_{number}.distcp"
@@ -108,17 +103,9 @@ class _ResumingWriter(FileSystemWriter):
         return [WriteResult(item.index, place.length, place) for item, place in zip(items, places, strict=True)]
 
     def _written(self, path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        results, partial = [], path.with_suffix(".partial")
+        partial = path.with_suffix(".partial")
         with partial.open("wb") as stream:
-            for item in items:
-                start = stream.tell()
-                data: Any = planner.resolve_data(item)
-                if item.type is WriteItemType.BYTE_IO:
-                    stream.write(data.getbuffer())
-                else:
-                    torch.save(data.detach().clone(), stream)
-                length = stream.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
+            results = [put_item(stream, item, planner, path.name) for item in items]
         partial.replace(path)
         places = [[result.storage_data.offset, result.storage_data.length] for result in results]
         path.with_suffix(".note").write_text(json.dumps(places), encoding="utf-8")
@@ -127,20 +114,6 @@ class _ResumingWriter(FileSystemWriter):
 
 def _bytes(item: WriteItem) -> int:
     return 0 if item.tensor_data is None else _item_size(item)
-
-
-def _grouped(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Items in order, cut at `BATCH_BYTES`."""
-    group: list[WriteItem] = []
-    used = 0
-    for item in items:
-        if group and used + _bytes(item) > BATCH_BYTES:
-            yield group
-            group, used = [], 0
-        group.append(item)
-        used += _bytes(item)
-    if group:
-        yield group
 
 
 class CheckpointReader:

@@ -7,9 +7,9 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from vime.errors import ConfigError
 from vime.facts.model import ModelShape
 from vime.models.base import NameTable, is_carried, unknown_names
+from vime.weights.manifest import short_list
+
+T = TypeVar("T")
 
 TensorSource = Callable[[str, tuple[int, ...]], Tensor]
 """(Hugging Face name, full shape) -> tensor."""
@@ -71,9 +74,9 @@ class Folder:
         """Raise ConfigError for tensors that the family does not know: the model would be trained without them."""
         unknown = unknown_names(self.names, table, shape)
         if unknown:
-            shown = ", ".join(unknown[:_SHOWN]) + (f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else "")
             raise ConfigError(
-                f"{self._directory} holds tensors that are no parameters of {shape.family} with {shape.layers} layers: {shown}",
+                f"{self._directory} holds tensors that are no parameters of {shape.family} with {shape.layers} layers: "
+                f"{short_list(unknown, _SHOWN)}",
                 fix="check architectures and sizes in config.json; if the model has them, extend the family in vime/models/",
             )
 
@@ -164,16 +167,24 @@ class FolderWriter:
             (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
+def cut_by_bytes(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Items in order, in parts of at most `limit` bytes; a larger item is a part of its own."""
+    part: list[T] = []
+    used = 0
+    for item in items:
+        size = nbytes(item)
+        if part and used + size > limit:
+            yield part
+            part, used = [], 0
+        part.append(item)
+        used += size
+    if part:
+        yield part
+
+
 def shard_names(sizes: Mapping[str, int]) -> dict[str, str]:
     """File of every tensor: in order, cut at `MAX_SHARD_BYTES`."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if used and used + size > MAX_SHARD_BYTES:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
+    shards = list(cut_by_bytes(sizes, sizes.__getitem__, MAX_SHARD_BYTES))
     if len(shards) == 1:
         return dict.fromkeys(shards[0], "model.safetensors")
     return {name: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, names in enumerate(shards, 1) for name in names}

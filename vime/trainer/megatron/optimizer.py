@@ -67,7 +67,8 @@ def list_scale(_chunk: int, _flag: Any, lists: Sequence[Sequence[Tensor]], scale
 def build_optimizer(section: OptimizerSection, *, model: Model, wrapped: Wrapped) -> Any:
     """megatron-core's distributed optimizer over the wrapped model.
 
-    Its moments exist from the start, so that a checkpoint before the first update is whole and memory is known.
+    Its moments exist from the start, so that a checkpoint before the first update is whole and memory is known. Raises
+    TrainerError where there is no other Adam than torch's.
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -88,8 +89,22 @@ def build_optimizer(section: OptimizerSection, *, model: Model, wrapped: Wrapped
     optimizer: Any = get_megatron_optimizer(config, wrapped.chunks)
     for part in optimizer.chained_optimizers:
         if not getattr(part, "is_stub_optimizer", False):
+            _check_counts(part.optimizer)
             part.init_state_fn(part.optimizer, part.config)
     return optimizer
+
+
+def _check_counts(adam: Any) -> None:
+    """Raise TrainerError for torch's own Adam, megatron-core's last resort.
+
+    It counts updates for each parameter: with moments that are there already it finds no count, and megatron-core does not
+    load such counts from a checkpoint.
+    """
+    if type(adam) in (torch.optim.Adam, torch.optim.AdamW):
+        raise TrainerError(
+            "the platform names no Adam, and torch's own does not fit megatron-core's distributed optimizer",
+            fix="install TransformerEngine or Apex for the trainer, or set optimizer in the platform's vime_megatron_adapt",
+        )
 
 
 def build_scheduler(section: OptimizerSection, *, optimizer: Any, num_steps: int, updates_per_step: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vime.algorithms.base import LossSums
 from vime.data.written import BackgroundWriter
 from vime.errors import MemoryStateError, TrainerError
 from vime.facts.memory import MemoryBackend, Tag
@@ -23,7 +25,7 @@ from vime.trainer.megatron.model import Model, build_model
 from vime.trainer.megatron.packing import Pack, pack_samples, pack_shape
 from vime.trainer.megatron.regions import tagged_tensors, total_bytes
 from vime.trainer.megatron.shared_prompts import arrange, pack_shared, saves_enough
-from vime.trainer.megatron.step import finalize_unscaled
+from vime.trainer.megatron.step import Totals, finalize_unscaled, reduce_sums
 from vime.trainer.megatron.weights_view import WeightsView
 from vime.trainer.megatron.wrapping import Wrapped, wrap_model
 from vime.trainer.runtime import BindsHost, DeviceRuntime
@@ -32,7 +34,7 @@ from vime.types import TrainSample
 from vime.weights.transports.base import Manifest
 
 
-class Rank:
+class Rank(ABC):
     """One rank of a training role. Every public method is called on all ranks of the role at once.
 
     Building it joins the role's process group and waits for the other ranks. Raises ConfigError for a model or setting
@@ -61,8 +63,8 @@ class Rank:
             self._view = WeightsView(self._model, self._axes)
             self._load_weights()
             attention = setup.adaptation.core_attention
-            self._shares_prompts = attention is not None and getattr(attention.load(), "shares_prompts", False)
-            self._shares_prompts = self._shares_prompts and self._axes.cp_size == 1
+            able = attention is not None and getattr(attention.load(), "shares_prompts", False)
+            self._shares_prompts = able and self._axes.cp_size == 1
             self._shape = pack_shape(self._axes, vocab=self._model.shape.vocab, device=self._device)
             self._build()
             self._register_memory()
@@ -76,13 +78,13 @@ class Rank:
         """This rank's part of the model, with undefined weights."""
         return build_model(self._setup, axes=self._axes, family=family, hf_config=hf_config, device=self._device)
 
+    @abstractmethod
     def _build(self) -> None:
-        """What the rank does with its model."""
-        raise NotImplementedError
+        """What the rank does with its model: sets `_wrapped`."""
 
+    @abstractmethod
     def _tensors(self) -> dict[Tag, list[Tensor]]:
         """The tensors behind each of `tags`."""
-        raise NotImplementedError
 
     # ---- model
 
@@ -253,6 +255,19 @@ class TrainingRank(Rank):
     def _tensors(self) -> dict[Tag, list[Tensor]]:
         return tagged_tensors(self._wrapped, self._optimizer)
 
+    def _updated(self, learn: Callable[[], list[LossSums]], like: LossSums) -> tuple[Totals, float, float]:
+        """One optimizer update with the gradients that `learn` leaves -> its numbers, the gradient norm, the rate.
+
+        `like` names the numbers; see `reduce_sums`. Raises TrainerError, on every rank and before any weight changes, when
+        a loss or the norm is not finite.
+        """
+        self._wrapped.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        totals = reduce_sums(learn(), axes=self._axes, like=like)
+        norm, rate = optimizer.update(self._optimizer, self._scheduler)
+        self._progress.updates += 1
+        return totals, norm, rate
+
     @property
     def step_count(self) -> int:
         """Completed steps, those before a resume included."""
@@ -281,7 +296,6 @@ class TrainingRank(Rank):
     def _state(self) -> TrainState:
         return TrainState(
             model=self._model,
-            wrapped=self._wrapped,
             optimizer=self._optimizer,
             scheduler=self._scheduler,
             runtime=self._runtime,

@@ -96,7 +96,7 @@ class RoutingReplay:
 
         routers = sorted((m for m in bare.modules() if isinstance(m, TopKRouter)), key=lambda m: int(m.layer_number or 0))
         if not routers:
-            raise TrainerError("no layer of this stage has experts", fix="set trainer.routing_replay to none")
+            raise TrainerError("no layer of this stage has experts", fix="replay routers of stages that have some")
         if routers[0].config.moe_router_fusion:
             raise TrainerError(
                 "fused routers cannot be given expert ids", fix="set trainer.megatron.moe_router_fusion to false"

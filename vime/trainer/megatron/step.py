@@ -18,6 +18,7 @@ from vime.trainer.megatron.model import Model
 from vime.trainer.megatron.packing import Pack, Targets
 from vime.trainer.megatron.parallel import Axes
 from vime.trainer.megatron.pipeline import Scoring
+from vime.trainer.megatron.wrapping import Wrapped
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Passes(Scoring):
     """The policy's passes: log-probs, and the algorithm's loss over them."""
 
     def __init__(
-        self, model: Model, wrapped: Any, *, axes: Axes, algorithm: Algorithm, temperature: float, chunk_rows: int
+        self, model: Model, wrapped: Wrapped, *, axes: Axes, algorithm: Algorithm, temperature: float, chunk_rows: int
     ) -> None:
         super().__init__(model, wrapped, axes=axes, chunk_rows=chunk_rows)
         self._algorithm = algorithm

@@ -17,14 +17,12 @@ from vime.errors import ConfigError, TrainerError
 from vime.facts.memory import Tag
 from vime.memory.residency import TRAINER_TAGS
 from vime.models.base import Family
-from vime.trainer.megatron import optimizer
 from vime.trainer.megatron.context import whole_targets
 from vime.trainer.megatron.folders import TensorSource
 from vime.trainer.megatron.model import Model
 from vime.trainer.megatron.packing import Pack
 from vime.trainer.megatron.pipeline import Pipeline
 from vime.trainer.megatron.rank import TrainingRank
-from vime.trainer.megatron.step import reduce_sums
 from vime.trainer.megatron.value_model import build_value_model, with_value_head
 from vime.trainer.setup import TrainerSetup
 from vime.types import TrainSample, UpdateWork
@@ -106,12 +104,10 @@ class Critic(TrainingRank):
         return pack, ValueTargets(*(part.to(self._device) for part in parts))
 
     def _update(self, jobs: Sequence[tuple[Pack, ValueTargets]]) -> dict[str, float]:
-        self._wrapped.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        sums = self._passes.learn(jobs, lambda hidden, pack, targets: self._loss(self._values(hidden, pack), targets))
-        totals = reduce_sums(sums, axes=self._axes, like=self._loss(torch.zeros(0), _NOTHING))
-        norm, rate = optimizer.update(self._optimizer, self._scheduler)
-        self._progress.updates += 1
+        def loss(hidden: Tensor, pack: Pack, targets: ValueTargets) -> LossSums:
+            return self._loss(self._values(hidden, pack), targets)
+
+        totals, norm, rate = self._updated(lambda: self._passes.learn(jobs, loss), self._loss(torch.zeros(0), _NOTHING))
         means = dict(totals.token_means)
         spread, left, error = (means.pop(name) for name in _MOMENTS)
         variance = spread - means["returns"] ** 2

@@ -13,7 +13,6 @@ from vime.algorithms.registry import algorithm_of
 from vime.errors import TrainerError
 from vime.facts.memory import Tag
 from vime.memory.residency import TRAINER_TAGS
-from vime.trainer.megatron import optimizer
 from vime.trainer.megatron.logprobs import HeadScores
 from vime.trainer.megatron.packing import (
     Pack,
@@ -25,7 +24,7 @@ from vime.trainer.megatron.packing import (
     target_tensors,
 )
 from vime.trainer.megatron.rank import TrainingRank
-from vime.trainer.megatron.step import MicroBatch, Passes, reduce_sums
+from vime.trainer.megatron.step import MicroBatch, Passes
 from vime.types import TrainSample, UpdateWork
 
 Part = tuple[Sequence[TrainSample], Pack]
@@ -104,12 +103,7 @@ class MegatronWorker(TrainingRank):
         return total
 
     def _update(self, jobs: Sequence[tuple[Pack, MicroBatch]], work: UpdateWork) -> dict[str, float]:
-        self._wrapped.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        sums = self._passes.train(jobs)
-        totals = reduce_sums(sums, axes=self._axes, like=self._algorithm.empty_sums())
-        norm, rate = optimizer.update(self._optimizer, self._scheduler)
-        self._progress.updates += 1
+        totals, norm, rate = self._updated(lambda: self._passes.train(jobs), self._algorithm.empty_sums())
         rollouts = torch.tensor(float(sum(len(m) for m in work.micro_batches)), dtype=torch.float64)
         dist.all_reduce(rollouts, group=self._axes.dp_group)
         own = {"grad_norm": norm, "lr-pg_0": rate, "tokens": float(totals.tokens), "rollouts": float(rollouts)}
