@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,17 @@ def following(path: Path, run: subprocess.Popen[bytes]) -> Iterator[dict[str, An
             time.sleep(0.005)
 
 
-def measure(config: Path, steps: int, words: Sequence[str]) -> dict[str, Any]:
-    """One run; what passed between the row of step `FIRST` and the last step's."""
+@dataclass(frozen=True)
+class Watched:
+    """Metrics of each step after `FIRST`, and what passed between the row of that step and the last one's."""
+
+    rows: Sequence[Mapping[str, float]]
+    wall_s: float
+    cpu_s: Mapping[str, float]
+
+
+def watch(config: Path, steps: int, words: Sequence[str]) -> Watched:
+    """One run of `FIRST` steps, `steps` that are looked at, and one more, so that its end counts in none."""
     folder = Path(tempfile.mkdtemp(prefix="vime-bench-"))
     last = FIRST + steps
     settings = [f"run.dir={folder / 'run'}", f"schedule.num_steps={last + 1}", "evaluation.sets=[]", "checkpoint.last=false"]
@@ -92,21 +102,22 @@ def measure(config: Path, steps: int, words: Sequence[str]) -> dict[str, Any]:
         sys.exit((folder / "log").read_text()[-3000:])
     shutil.rmtree(folder)
     (t0, c0), (t1, c1) = seen[FIRST], seen[last]
-    return summary(
+    return Watched(
         [rows[step] for step in range(FIRST + 1, last + 1)],
         t1 - t0,
         {name: spent - c0.get(name, 0.0) for name, spent in c1.items()},
     )
 
 
-def summary(rows: Sequence[Mapping[str, float]], wall_s: float, cpu_s: Mapping[str, float]) -> dict[str, Any]:
+def summary(watched: Watched) -> dict[str, Any]:
+    rows, wall_s = watched.rows, watched.wall_s
     third = max(1, len(rows) // 3)
     reward = [row["rollout/raw_reward"] for row in rows]
     return {
         "step_s": wall_s / len(rows),
         "load": os.getloadavg()[0],
         "response_tokens_per_step": statistics.mean(row["rollout/response_tokens"] for row in rows),
-        "processors": {name: round(seconds / wall_s, 3) for name, seconds in sorted(cpu_s.items())},
+        "processors": {name: round(seconds / wall_s, 3) for name, seconds in sorted(watched.cpu_s.items())},
         "staleness_max": max(row["rollout/staleness/max"] for row in rows),
         "mixed_versions": statistics.mean(row["rollout/mixed_versions"] for row in rows),
         "reward_first_third": statistics.mean(reward[:third]),
@@ -126,7 +137,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for pair in range(args.pairs):
         for name in list(variants) if pair % 2 == 0 else reversed(list(variants)):
-            runs[name].append(measure(args.config, args.steps, [*args.set, *variants[name]]))
+            runs[name].append(summary(watch(args.config, args.steps, [*args.set, *variants[name]])))
             print(f"pair {pair + 1}, {name}: {runs[name][-1]['step_s']:.3f} s a step", file=sys.stderr)
     ratios = [base["step_s"] / ahead["step_s"] for base, ahead in zip(runs[args.baseline], runs["in_flight"], strict=True)]
     result = {

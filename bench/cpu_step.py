@@ -8,55 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
-import psutil
-
-ROOT = Path(__file__).resolve().parents[1]
-VIME = Path(sys.executable).with_name("vime")
-FIRST = 5
-
-
-def cpu_seconds(root: int) -> float:
-    """User and system seconds of a process and everything below it."""
-    total = 0.0
-    for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
-        try:
-            times = process.cpu_times()
-            total += times.user + times.system
-        except psutil.Error:
-            continue
-    return total
+from async_ratio import ROOT, watch
 
 
 def vime_steps(config: Path, steps: int, *words: str) -> dict[str, float]:
-    """Run and look at the process tree when the row of a step appears."""
-    folder = Path(tempfile.mkdtemp(prefix="vime-bench-"))
-    last = FIRST + steps + 1
-    settings = [f"run.dir={folder / 'run'}", f"schedule.num_steps={last}", "evaluation.sets=[]", *words]
-    log = (folder / "log").open("w")
-    run = subprocess.Popen([VIME, "run", "--platform", "cpu", str(config), *settings], stdout=log, stderr=log)
-    seen: dict[int, tuple[float, float]] = {}
-    metrics = folder / "run" / "metrics.jsonl"
-    while not metrics.exists() and run.poll() is None:
-        time.sleep(0.05)
-    with metrics.open() as file:
-        while run.poll() is None:
-            for line in file:
-                row = json.loads(line)
-                if row["kind"] == "step" and row["step"] in (FIRST, last - 1):
-                    seen[row["step"]] = (time.perf_counter(), cpu_seconds(run.pid))
-            time.sleep(0.005)
-    if run.returncode or len(seen) < 2:
-        sys.exit((folder / "log").read_text()[-3000:])
-    shutil.rmtree(folder)
-    (t0, c0), (t1, c1) = seen[FIRST], seen[last - 1]
-    return {"steps": steps, "wall_s": (t1 - t0) / steps, "cpu_s": (c1 - c0) / steps}
+    """All processes of a run together."""
+    seen = watch(config, steps, words)
+    return {"steps": steps, "wall_s": seen.wall_s / steps, "cpu_s": sum(seen.cpu_s.values()) / steps}
 
 
 def main() -> None:

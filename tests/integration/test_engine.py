@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from engine_env import ENV
 
 from vime.errors import DeadlineError, EngineError
 from vime.platforms.cpu.engine import ARGS
@@ -26,13 +27,6 @@ from vime.types import SampleStatus
 RUN_TOKEN = "integration-run"
 API_KEY = "integration-key"
 TOKEN = {"x-vime-run-token": RUN_TOKEN}
-ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 START_TIMEOUT_S = 120.0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_env import ENV
 
 from vime.errors import EngineError, ProbeError, WeightSyncError
 from vime.platforms.cpu.engine import ARGS
@@ -30,13 +31,6 @@ pytestmark = pytest.mark.timeout(180)
 VOCAB, TOKEN, LENGTH = 320, "in-flight-tests", 960
 PROMPT = tuple(range(40, 72))
 PARAMS = {"max_tokens": LENGTH, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from vime.benchmarks import parity_table
-from vime.benchmarks.parity_table import MODELS, Layout, axes_of, trained
+from vime.benchmarks.comparing import axes_in
+from vime.benchmarks.parity_table import MODELS, Layout, trained
 from vime.data.tiny_model import save_tiny
 
 TENTH = [
@@ -32,5 +33,5 @@ def test_layouts_train_as_one_process(capsys: pytest.CaptureFixture[str], monkey
 def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
     """Three steps over two ranks that reduce while they compute: all metrics, which hang on every weight, are equal."""
     save_tiny(tmp_path / "experts", MODELS["experts"], seed=1)
-    layout = Layout("experts", axes_of("pp2-dp2-ep2"), {"overlap": True})
+    layout = Layout("experts", axes_in("pp2-dp2-ep2"), {"overlap": True})
     assert trained(layout, tmp_path) == trained(layout, tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from engine_env import ENV
 
 from vime.data.routing import align_ids, decode_ids
 from vime.platforms.cpu.engine import ARGS
@@ -17,13 +18,6 @@ from vime.rollout.engine import EngineServer, EngineSpec
 from vime.testing.tiny_models import make_tiny_qwen3_moe
 
 KEY = "routes-key"
-ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @pytest.fixture(scope="module")

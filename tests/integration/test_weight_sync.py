@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
+from engine_env import ENV
 
 from vime.errors import DeadlineError, ProbeError, WeightSyncError
 from vime.facts.process import Factory, Parallel
@@ -34,13 +35,6 @@ from vime.weights.transports.host_shm import HostShmTrainer
 pytestmark = pytest.mark.timeout(180)
 VOCAB = 320
 TOKEN = "weight-sync-tests"
-ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @dataclass

@@ -11,32 +11,26 @@ import base64
 import copy
 import json
 import math
-import os
 import pickle
-import re
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vime.benchmarks.children import together
+from vime.benchmarks.comparing import JUDGED, axes_in, free_ports, relative, trainer_plan, world_of
 from vime.benchmarks.engines import Clock, Here, look, model_of, open_record
 from vime.errors import ConfigError, TrainerError
 
 ALONE = "alone"
 COMPARED = ("train/loss", "train/pg_loss", "train/entropy_loss", "train/grad_norm")
-JUDGED = ("train/loss", "train/grad_norm")
 SMALL = {False: "tiny", True: "tiny-moe"}
 """The shape that is compared in float32, by whether the asked one has experts."""
 LIMITS = {"float32": 1e-4}
 OTHER_LIMIT = 0.05
 """Largest relative difference of loss and gradient norm from one process. In 16 bits every sum is rounded to 2^-8."""
-
-_AXIS = re.compile(r"(tp|pp|vpp|cp|dp|ep|etp)([1-9][0-9]*)")
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +43,14 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
 
 def axes_of(text: str) -> str:
     """The text, if it reads as axes and sizes. Raises ArgumentTypeError, which argparse prints."""
-    if not text or any(_AXIS.fullmatch(part) is None for part in text.split("-")):
+    if not axes_in(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no layout: write axes and sizes, as tp2 or tp2-dp2")
     return text
 
 
 def sizes_of(layout: str) -> dict[str, int]:
     """`tp2-dp2` -> its axes; experts are spread over data parallel ranks where none are named."""
-    sizes = {m.group(1): int(m.group(2)) for part in layout.split("-") if (m := _AXIS.fullmatch(part))}
+    sizes = axes_in(layout)
     beside = sizes.get("tp", 1) * sizes.get("cp", 1)
     sizes.setdefault("dp", max(1, sizes.get("ep", 1) * sizes.get("etp", 1) // beside))
     return sizes
@@ -64,10 +58,6 @@ def sizes_of(layout: str) -> dict[str, int]:
 
 def ranks_of(layout: str) -> int:
     return world_of(sizes_of(layout))
-
-
-def world_of(sizes: Mapping[str, int]) -> int:
-    return sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes["dp"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +112,7 @@ def measured(args: argparse.Namespace, here: Here, jobs: Sequence[Job], layout: 
             raise TrainerError("; ".join(refused.values()), fix="ask for another --dtype")
         jobs, plans = [job for job, _ in taken], [plan for _, plan in taken]
         role = plans[0][1].actor
-        ports = _ports(len(jobs))
+        ports = free_ports(len(jobs))
         masks = [dict(role.masks[rank]) if role.masks else {} for rank in range(world)]
         envs = [{**role.env, **mask, **_left_alone(plans[0][1])} for mask in masks]
         told = together(
@@ -178,26 +168,8 @@ def why_not(job: Job, plan: Any) -> str | None:
 
 def _planned(args: argparse.Namespace, here: Here, job: Job, sizes: Mapping[str, int], folder: Path) -> tuple[Any, Any]:
     """(configuration, plan) of a trainer alone on its devices."""
-    from vime.config.load import load_config
-    from vime.models.registry import read_shape
-    from vime.planning import make
-    from vime.planning.needs import needs_from
-    from vime.topology.load import load_topology
-
-    path = folder / f"run-{job.dtype}.yaml"
-    path.write_text(yaml.safe_dump(_run_file(args, here, job, sizes)))
-    loaded = load_config(path)
-    topology = load_topology(loaded.topology_source, platform=args.platform)
-    pools = frozenset(topology.topology.pools)
-    plan = make.make_plan(
-        topology,
-        model=read_shape(job.model),
-        needs=replace(needs_from(loaded.config), samples=False),  # the samples are given
-        platforms={args.platform: here.platform},
-        inventories=dict.fromkeys(pools, (here.node,)),
-        here=make.Here(dict(os.environ), pools),
-    )
-    return loaded.config, plan
+    words = _run_file(args, here, job, sizes)
+    return trainer_plan(words, folder / f"run-{job.dtype}.yaml", model=job.model, platform=here.platform, node=here.node)
 
 
 def _run_file(args: argparse.Namespace, here: Here, job: Job, sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -244,16 +216,6 @@ def _order(args: argparse.Namespace, here: Here, jobs: Sequence[tuple[Job, Any, 
     }
 
 
-def _ports(count: int) -> list[int]:
-    """Different free ports: each job has a process group of its own."""
-    from vime.rollout.ports import lease_port
-
-    leases = [lease_port() for _ in range(count)]
-    for lease in leases:
-        lease.release()
-    return [lease.port for lease in leases]
-
-
 def _masked_out(plan: Any) -> tuple[str, ...]:
     from vime.cluster.placement import masked_out
 
@@ -282,7 +244,7 @@ def beside(part: dict[str, Any], alone: Mapping[str, Any], *, judged: bool) -> N
             wrong.append(f"{dtype}: nothing to compare with")
             continue
         row["tokens_per_s / alone"] = row["tokens_per_s"] / floor["tokens_per_s"]
-        row["relative"] = [relative(a, b) for a, b in zip(row["metrics"], floor["metrics"], strict=True)]
+        row["relative"] = [_apart(a, b) for a, b in zip(row["metrics"], floor["metrics"], strict=True)]
         limit = LIMITS.get(dtype, OTHER_LIMIT)
         for name in JUDGED:
             values = [step.get(name, math.nan) for step in row["relative"]]
@@ -292,10 +254,9 @@ def beside(part: dict[str, Any], alone: Mapping[str, Any], *, judged: bool) -> N
         part |= {"ok": False, "error": "; ".join(wrong)}
 
 
-def relative(row: Mapping[str, float], floor: Mapping[str, float]) -> dict[str, float]:
-    """|difference| over the larger of both, by metric."""
-    names = [name for name in COMPARED if name in row and name in floor]
-    return {n: abs(row[n] - floor[n]) / max(abs(row[n]), abs(floor[n]), 1e-30) for n in names}
+def _apart(row: Mapping[str, float], floor: Mapping[str, float]) -> dict[str, float]:
+    """Relative differences by metric."""
+    return {name: relative(row[name], floor[name]) for name in COMPARED if name in row and name in floor}
 
 
 def report(parts: Mapping[str, Any]) -> Iterator[str]:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vime.benchmarks.comparing import JUDGED, axes_in, free_ports, relative, trainer_plan, world_of
 from vime.data.tiny_model import TinyShape, save_tiny
 from vime.errors import ConfigError, VimeError
 
-JUDGED = ("train/loss", "train/grad_norm")
 STEPS = 3
 MAX_TOKENS = 72
 LIMIT_S = 300.0
@@ -62,8 +62,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        sizes = self.axes
-        return sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("dp", 1)
+        return world_of(self.axes)
 
 
 _PARALLEL = {"megatron": {"sequence_parallel": True}}
@@ -90,20 +89,14 @@ _SHORT: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )
 
 
-def axes_of(text: str) -> dict[str, int]:
-    """`tp2-cp2` -> {"tp": 2, "cp": 2}."""
-    found = (part.rstrip("0123456789") for part in text.split("-"))
-    return {axis: int(part[len(axis) :]) for axis, part in zip(found, text.split("-"), strict=True)}
-
-
 def layouts() -> tuple[Layout, ...]:
     """All that are compared, those of one model and dtype next to each other."""
     return (
-        *(Layout("dense", axes_of(axes), more) for axes, more in _DENSE),
-        *(Layout("experts", axes_of(axes), more) for axes, more in _EXPERTS),
-        *(Layout(model, axes_of(axes)) for model in ("llama", "glm", "latent") for axes in _OTHERS),
-        *(Layout("dense", axes_of(axes), more, "bfloat16") for axes, more in _SHORT),
-        *(Layout("experts", axes_of(axes), {}, "bfloat16") for axes in ("dp2-ep2", "tp2-ep2", "cp2-ep2")),
+        *(Layout("dense", axes_in(axes), more) for axes, more in _DENSE),
+        *(Layout("experts", axes_in(axes), more) for axes, more in _EXPERTS),
+        *(Layout(model, axes_in(axes)) for model in ("llama", "glm", "latent") for axes in _OTHERS),
+        *(Layout("dense", axes_in(axes), more, "bfloat16") for axes, more in _SHORT),
+        *(Layout("experts", axes_in(axes), {}, "bfloat16") for axes in ("dp2-ep2", "tp2-ep2", "cp2-ep2")),
     )
 
 
@@ -112,33 +105,15 @@ def layouts() -> tuple[Layout, ...]:
 
 def planned(layout: Layout, folder: Path) -> list[Any]:
     """A `TrainerSetup` for every rank. Raises the plan's own error for what a run would refuse."""
-    from dataclasses import replace
-
-    import yaml
-
     from vime.assemble.setups import trainer_setups
-    from vime.config.load import load_config
     from vime.facts.diagnosis import ProbeContext
-    from vime.models.registry import read_shape
-    from vime.planning import make
-    from vime.planning.needs import needs_from
     from vime.platforms.discovery import PluginPolicy, discover
-    from vime.topology.load import load_topology
 
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(_run_file(layout, folder)))
-    loaded = load_config(path)
     platform = discover(PluginPolicy.read(platform="cpu")).platform("cpu")
-    topology = load_topology(loaded.topology_source, platform="cpu")
-    plan = make.make_plan(
-        topology,
-        model=read_shape(folder / layout.model),
-        needs=replace(needs_from(loaded.config), samples=False),  # the samples are given
-        platforms={"cpu": platform},
-        inventories={"host": (platform.inventory(ProbeContext(dict(os.environ))),)},
-        here=make.Here(dict(os.environ), frozenset({"host"})),
-    )
-    return trainer_setups(loaded.config, plan, plan.actor)
+    node = platform.inventory(ProbeContext(dict(os.environ)))
+    words, model = _run_file(layout, folder), folder / layout.model
+    config, plan = trainer_plan(words, folder / "run.yaml", model=model, platform=platform, node=node)
+    return trainer_setups(config, plan, plan.actor)
 
 
 def _run_file(layout: Layout, folder: Path) -> dict[str, Any]:
@@ -177,7 +152,7 @@ def trained(layout: Layout, folder: Path, *, limit_s: float = LIMIT_S) -> list[d
     context.set_forkserver_preload([parity_process.__name__, *PRELOADED])
     with tempfile.TemporaryDirectory(dir=folder) as work:
         files = [(Path(work) / f"{rank}.json", Path(work) / f"{rank}.log") for rank in range(len(setups))]
-        port = _free_port()
+        (port,) = free_ports(1)
         ranks = [
             context.Process(target=parity_process.run, args=(setup, port, STEPS, *file), daemon=True)
             for setup, file in zip(setups, files, strict=True)
@@ -200,14 +175,6 @@ def trained(layout: Layout, folder: Path, *, limit_s: float = LIMIT_S) -> list[d
         if rows != told[0]:
             raise RuntimeError(f"rank {rank} has other metrics than rank 0: {rows} {told[0]}")
     return told[0]
-
-
-def _free_port() -> int:
-    from vime.rollout.ports import lease_port
-
-    lease = lease_port()
-    lease.release()
-    return lease.port
 
 
 # ---- the table
@@ -258,12 +225,6 @@ def compared(chosen: Sequence[Layout], folder: Path) -> Iterator[Line]:
             name: max(relative(row[name], floor[name]) for row, floor in zip(rows, alone[key], strict=True)) for name in JUDGED
         }
         yield Line(layout, apart, time.monotonic() - begin)
-
-
-def relative(value: float, floor: float) -> float:
-    """|difference| over the larger of both; infinity where one is not a number."""
-    found = abs(value - floor) / max(abs(value), abs(floor), 1e-30)
-    return found if found == found else float("inf")
 
 
 def summary(lines: Sequence[Line]) -> str:

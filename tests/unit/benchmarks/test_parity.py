@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from vime.benchmarks import parity
+from vime.benchmarks.comparing import JUDGED
 from vime.benchmarks.engines import Clock, Here
 from vime.benchmarks.parity_rank import GROUP, groups, share
 from vime.cli.bench import parser_of
@@ -109,7 +110,7 @@ def test_differences_are_relative_to_the_larger() -> None:
 def test_a_difference_over_its_limit_fails(loss: float, norm: float, dtype: str, names: list[str]) -> None:
     part = compared(loss, norm, dtype=dtype)
     assert part["ok"] is not bool(names)
-    assert [name for name in parity.JUDGED if f"{name} differs" in part.get("error", "")] == names
+    assert [name for name in JUDGED if f"{name} differs" in part.get("error", "")] == names
 
 
 def test_nothing_beside_it_fails() -> None:

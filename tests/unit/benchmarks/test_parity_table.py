@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vime.benchmarks import parity_process, parity_table
-from vime.benchmarks.parity_table import BOUNDS, Layout, Line, axes_of, layouts, relative, summary
+from vime.benchmarks.comparing import axes_in, relative
+from vime.benchmarks.parity_table import BOUNDS, Layout, Line, layouts, summary
 from vime.data.schedule import Split
 from vime.errors import ConfigError
 
@@ -26,7 +27,7 @@ def test_every_axis_is_compared_alone_and_with_others_with_experts_and_without()
 
 
 def test_names_say_axes_and_settings() -> None:
-    layout = Layout("dense", axes_of("tp2-cp4"), {"overlap": True, "megatron": {"sequence_parallel": True}})
+    layout = Layout("dense", axes_in("tp2-cp4"), {"overlap": True, "megatron": {"sequence_parallel": True}})
     assert (layout.name, layout.devices) == ("tp2-cp4 overlap=True sequence_parallel=True", 8)
 
 

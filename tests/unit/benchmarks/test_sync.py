@@ -23,6 +23,7 @@ class Engine:
     """Stands for an `EngineControl`: receives by the real half; its log-probs follow the tensors that it took over."""
 
     name = "engine 0"
+    held_bytes: Mapping[str, int] = {}
 
     def __init__(self, takes: Sequence[str]) -> None:
         self.takes, self.weights = takes, WHERE.drawn(SIZES, 9)
