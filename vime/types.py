@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    ExpertIds: TypeAlias = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -151,6 +157,9 @@ class TrainSample:
 
     Per response token, or empty: `ref_log_probs` of the frozen reference and `teacher_log_probs`, both at the sampler's
     temperature, and `values` that the critic gave before the step's first update.
+
+    `routed_experts` [prompt and response tokens, MoE layers, top_k] are the experts that the engine sent each token to; None
+    where the trainer's routers choose for themselves.
     """
 
     prompt_ids: tuple[int, ...]
@@ -165,6 +174,7 @@ class TrainSample:
     group_lengths: tuple[int, ...] = ()
     group_weights: tuple[float, ...] = ()
     rollout_tokens: int = 0
+    routed_experts: ExpertIds | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
