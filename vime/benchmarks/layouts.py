@@ -27,6 +27,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine-tp", type=int, metavar="N", help="tensor parallel size of an engine (what the devices leave)")
     add("--max-staleness", type=int, default=0, metavar="N", help="steps by which samples may lag behind (0)")
     add("--transport", metavar="NAME", help="the only way for weights (the plan's choice)")
+    add("--rate", nargs="+", metavar="NAME=NUMBER", default=[], help="measured here, for the plan: `rates` of the pool")
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,22 @@ def one_each(kind: str, node: Any) -> Layout:
 
 
 def topology(
-    layout: Layout, residency: str, *, virtual: bool, transport: str | None = None, name: str | None = None
+    layout: Layout,
+    residency: str,
+    *,
+    virtual: bool,
+    transport: str | None = None,
+    name: str | None = None,
+    rates: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One node of a platform; on a host as many slots as the layout needs."""
+    """One node of a platform; on a host as many slots as the layout needs. `rates` are NAME=NUMBER words for its plan."""
     slots = {"nodes": 1, "devices_per_node": layout.devices} if virtual else {}
     share = [{"roles": [ACTOR, ROLLOUT], "mode": "time", "residency": residency}] if layout.shared else []
     axes = {"tp": layout.actor_tp, "ep": layout.actor_ep}
     return {
         "schema": "vime.topology/v1",
         "name": name or f"{residency if layout.shared else layout.kind}-on-one-node",
-        "pools": {"node": {"platform": "auto", **slots}},
+        "pools": {"node": {"platform": "auto", **slots, "rates": _numbers(rates)}},
         "roles": {
             ACTOR: {"kind": "train", "devices": layout.actor_devices, "parallel": axes},
             ROLLOUT: {"kind": "rollout", "engines": layout.engines, "parallel": {"tp": layout.engine_tp}},
@@ -94,6 +101,18 @@ def topology(
         "share": share,
         "sync": [{"from": ACTOR, "to": ROLLOUT, "require": [transport] if transport else []}],
     }
+
+
+def _numbers(words: Sequence[str]) -> dict[str, float]:
+    """NAME=NUMBER words. Raises ConfigError for another word."""
+    found = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        try:
+            found[name] = float(text)
+        except ValueError:
+            raise ConfigError(f"--rate: expected NAME=NUMBER, got {word!r}", fix="for example --rate gather=3e8") from None
+    return found
 
 
 def mask_over(planned: Planned, positions: Sequence[int]) -> Mapping[str, str]:

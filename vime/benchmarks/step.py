@@ -139,7 +139,9 @@ class Bench:
         return {
             "run": {"dir": str(folder / "run"), "seed": 5},
             "model": {"path": str(model), "dtype": self.dtype},
-            "topology": topology(self.layout, residency, virtual=self.here.node.virtual, transport=args.transport),
+            "topology": topology(
+                self.layout, residency, virtual=self.here.node.virtual, transport=args.transport, rates=args.rate
+            ),
             "data": {"path": str(folder / "prompts.jsonl"), "max_prompt_tokens": longest},
             "rollout": {
                 "batch_size": args.batch,

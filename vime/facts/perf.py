@@ -8,11 +8,12 @@ from enum import StrEnum
 
 
 class Provenance(StrEnum):
-    """spec: the vendor says so. measured: seen on such a machine. derived: our arithmetic."""
+    """spec: the vendor says so. measured: seen on such a machine. derived: our arithmetic. yours: the user measured it."""
 
     SPEC = "spec"
     MEASURED = "measured"
     DERIVED = "derived"
+    YOURS = "yours"
     UNKNOWN = "unknown"
 
 

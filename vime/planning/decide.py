@@ -18,6 +18,7 @@ from vime.planning.cache import Cache, choose_cache, start_share
 from vime.planning.memory import Occupant, can_leave, is_tight
 from vime.planning.occupants import occupants_of, weigh
 from vime.planning.plan import TransportPlan
+from vime.planning.rates import at_rates
 from vime.planning.situation import Answered, Candidate, Seat, Situation
 from vime.planning.time import gathering, loading, together
 from vime.planning.transports import choose, hosts, relation
@@ -152,7 +153,8 @@ def _transport(situation: Situation, rollout: Seat, asker: Asker, requests: tupl
     load = loading(num_bytes, situation.rates(rollout), in_place=not situation.model.experts)
     elsewhere = situation.model.parameters - sum(rank_parameters(situation.model, actor.role.parallel))
     load = together(load, gathering(elsewhere * DTYPE_BYTES[situation.dtype], situation.rates(actor)))
-    return choose(edge, (trainer, engine), situation.wishes, where=situation.edge_where, load=load)
+    offers = at_rates(trainer, situation.rates(actor)), at_rates(engine, situation.rates(rollout))
+    return choose(edge, offers, situation.wishes, where=situation.edge_where, load=load)
 
 
 def _residency_errors(situation: Situation, candidate: Candidate) -> list[PlanError]:

@@ -21,6 +21,7 @@ from vime.planning.masks import mask_entries, visible_node
 from vime.planning.needs import PlanNeeds, model_of
 from vime.planning.place import demand_for, place
 from vime.planning.plan import Plan, PlatformAnswers, PoolPlan
+from vime.planning.rates import check_yours, with_yours
 from vime.planning.seats import Run, residencies, seat_all
 from vime.planning.spread import spread_experts
 from vime.planning.workers import check_workers
@@ -89,11 +90,13 @@ def make_plan(
     raise_all(told.errors)
     pools = _pools(nodes, platforms, asker, (bindings, here))
     dtype = _dtype(loaded, needs, [pools[name] for name in dict.fromkeys(role.pool for role in roles.all)])
-    perf = {name: asker.ask(platforms[pool.platform], "perf_model", pool.inventories[0]) for name, pool in pools.items()}
+    told_by = {name: asker.ask(platforms[pool.platform], "perf_model", pool.inventories[0]) for name, pool in pools.items()}
+    perf = {name: with_yours(table, loaded.topology.pools[name].rates) for name, table in told_by.items()}
     slots, crossing = _placement(loaded, pools)
     situation = seat_all(loaded, roles, pools, platforms, Run(model, dtype, needs, slots, perf))
     candidate = decide(situation, asker, residencies(loaded, roles))
     plan = finish(loaded, situation, candidate, asker, Rest(pools, here.env))
+    check_yours(loaded, plan.transport)
     notes = (*plan.notes, *notes, *spread, *loaded.notes, *told.notes, *crossing, *check_workers(plan), *_basis(nodes))
     return replace(plan, pools=tuple(pools.values()), perf=perf, hooks_asked=tuple(asker.asked), notes=notes)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from vime.facts.inventory import in_one_domain
 from vime.facts.memory import Tag
 from vime.facts.perf import Provenance, Quantity
 from vime.planning.amounts import DTYPE_BYTES, MAX_SEQUENCES, given, role_parameters, token_bytes
 from vime.planning.assume import NO_WORDS, Assumption, Assumptions, assumptions
 from vime.planning.decode import Engine, EngineRates, Lengths, decode_seconds, prefill_seconds, read_weights, touched
-from vime.planning.place import in_one_domain, nodes_of
+from vime.planning.place import nodes_of
 from vime.planning.plan import EnginePlan, Plan, TrainerPlan, pool_of
 from vime.planning.switching import switches
 from vime.planning.time import Estimate, least_certain
@@ -115,7 +116,7 @@ def _rate(quantity: Quantity, name: str, *shares: Assumption) -> _Rate:
 def _products(plan: Plan, pool: str, assumed: Assumptions, share: str) -> _Rate:
     """Matrix products as they are reached: a data sheet's rate is not what even one large product reaches."""
     quantity = plan.perf[pool].get("matmul")
-    from_sheet = quantity.provenance is not Provenance.MEASURED
+    from_sheet = quantity.provenance not in (Provenance.MEASURED, Provenance.YOURS)
     shares = [assumed[share], *([assumed["matmul_share"]] if from_sheet else [])]
     return _rate(quantity, f"{pool}.matmul", *shares)
 

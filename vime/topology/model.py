@@ -70,6 +70,10 @@ class Pool(Section):
     domain: Domain | None = None
     select: Select = Select()
     interpreter: Text | None = Field(default=None, description="Python of this pool's processes; null: the one that runs vime.")
+    rates: dict[Text, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict,
+        description="What you measured on these machines, over the platform's: rates of the plan, and of transports by name.",
+    )
 
 
 class Axes(Section):
