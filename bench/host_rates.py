@@ -1,9 +1,10 @@
-"""Rates of this host for the plan: what copying and gathering the weights of a model take, as a trainer and an engine do it.
+"""Rates of this host for the plan, as words for `vime bench step --rate` and for `rates` of a pool.
 
-    python bench/host_rates.py --model DIR
+    vime bench sync --platform cpu --shape 0.1b --out OUT
+    python bench/host_rates.py OUT/bench-sync.json --model DIR
 
-Prints the words for `vime bench step --rate`. `host_shm`: the trainer's copy into shared memory and the engine's out of it.
-`gather`: what one of two ranks receives of the other's half of every matrix, put together again.
+The transport's is that of the publications in FILE. `gather` is what one of two ranks receives of the other's half of every
+matrix, put together again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors import safe_open
 
+from vime.platforms.cpu.weights import COSTS
 from vime.rollout.ports import lease_port
 
 REPEATS = 5
@@ -45,17 +47,11 @@ def median_s(work: Callable[[], object]) -> float:
     return statistics.median(seconds[1:])
 
 
-def copying(shapes: Sequence[tuple[int, ...]]) -> float:
-    """Bytes a second of weights that are copied twice."""
-    own = [torch.randn(shape) for shape in shapes]
-    shared, loaded = ([torch.zeros(shape) for shape in shapes] for _ in range(2))
-
-    def twice() -> None:
-        for source, target in ((own, shared), (shared, loaded)):
-            for a, b in zip(source, target, strict=True):
-                b.copy_(a)
-
-    return sum(4 * tensor.numel() for tensor in own) / median_s(twice)
+def publishing(sync: Path) -> float:
+    """Bytes a second from the trainer into a running engine, beside the fixed part that the host's offer has."""
+    found = json.loads(sync.read_text())["parts"]["publications"]
+    seconds = found["medians"]["plain"]["seconds"]
+    return found["bytes"] / (seconds["hold"] + seconds["update"] - COSTS[found["transport"]].fixed_s)
 
 
 def gather(rank: int, port: int, shapes: Sequence[tuple[int, ...]], out: Path) -> None:
@@ -78,18 +74,17 @@ def gather(rank: int, port: int, shapes: Sequence[tuple[int, ...]], out: Path) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face folder")
+    parser.add_argument("sync", type=Path, metavar="FILE", help="bench-sync.json of `vime bench sync --platform cpu`")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the model that it published")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    shapes = shapes_of(args.model)
-    rates = {"host_shm": copying(shapes)}
     lease = lease_port()
     lease.release()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "gather.json"
-        mp.spawn(gather, (lease.port, shapes, out), nprocs=2)
-        rates["gather"] = json.loads(out.read_text())
-    print(" ".join(f"{name}={rate:.3g}" for name, rate in rates.items()))
+        mp.spawn(gather, (lease.port, shapes_of(args.model), out), nprocs=2)
+        gathered = json.loads(out.read_text())
+    transport = json.loads(args.sync.read_text())["parts"]["publications"]["transport"]
+    print(f"{transport}={publishing(args.sync):.3g} gather={gathered:.3g}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ _HALVES: dict[str, dict[Side, Factory]] = {
     },
 }
 
-_COSTS = {
+COSTS = {
     "host_shm": TransferCost(bytes_per_s=5.0e9, fixed_s=0.010, provenance=_MEASURED),
     "collective": TransferCost(bytes_per_s=7.0e8, fixed_s=0.012, provenance=_MEASURED),
     "disk": TransferCost(bytes_per_s=2.0e8, fixed_s=0.015, provenance=_MEASURED),
@@ -39,7 +39,7 @@ def offers(edge: Edge, side: Side) -> tuple[TransportOffer, ...]:
             protocol,
             side,
             halves[side],
-            _COSTS[protocol],
+            COSTS[protocol],
             preconditions=_preconditions(protocol, edge, side),
             options=_OPTIONS[side],
         )
