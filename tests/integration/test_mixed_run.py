@@ -21,8 +21,6 @@ from vime.testing.recording import HookCall, read_trace, unasked
 from live_runs import rows, steps, wait_for, write_run
 
 NUM_STEPS = 2
-FRAMES = {"ACME_LINK_FRAME_BYTES": "1048576"}
-"""acme wants it equal at both ends of an edge and the other platform does not know it (E262): the topology says it for both."""
 TOPOLOGY: Mapping[str, Any] = {
     "schema": "vime.topology/v1",
     "name": "mixed",
@@ -35,7 +33,6 @@ TOPOLOGY: Mapping[str, Any] = {
         "rollout": {"kind": "rollout", "pool": "boards", "engines": 1},
     },
     "sync": [{"from": "actor", "to": "rollout"}],
-    "env": {"trainer": FRAMES, "engine": FRAMES},
 }
 EVERY_PUBLICATION = {"probe": {"first": 100}, "fingerprint": {"first": 100}}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -86,6 +86,18 @@ class NodeInventory:
     virtual: bool = False
     """The devices are slots that a topology creates, not hardware: any number of them may be asked for."""
     vendor: Mapping[str, Any] = field(default_factory=dict)
+
+
+def domain_of(node: NodeInventory) -> tuple[str, str] | None:
+    """Name and clique of the fabric domain that a node can use; None outside one."""
+    fabric = node.fabric
+    return (fabric.id, fabric.clique) if fabric is not None and fabric.usable is Tri.YES else None
+
+
+def in_one_domain(nodes: Iterable[NodeInventory]) -> bool:
+    """Whether nodes reach each other over one fabric."""
+    domains = {domain_of(node) for node in nodes}
+    return len(domains) == 1 and None not in domains
 
 
 def near_cpus(nodes: Sequence[NodeInventory]) -> tuple[tuple[int, ...], ...]:

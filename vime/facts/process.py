@@ -118,12 +118,16 @@ class EnvMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EnvValue:
-    """One environment rule. `scope` is `process`, or `both_equal` where trainer and engine must agree."""
+    """One environment rule. `scope` is `process`, or `both_equal` where trainer and engine must agree.
+
+    `protocols` are the weight transports for which they must, where it is not all of them.
+    """
 
     value: str
     why: str
     mode: EnvMode = EnvMode.DEFAULT
     scope: str = "process"
+    protocols: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Semantic versioning: a *minor* version adds hooks, keyword parameters of hooks a
 change or remove. A distribution declares its range as a keyword of its metadata, written like a requirement:
 
     [project]
-    keywords = ["vime-hooks>=1.1,<2"]
+    keywords = ["vime-hooks>=1.2,<2"]
 
 Keywords are metadata that every build tool writes and that can be read without importing anything.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-API: tuple[int, int] = (1, 1)
+API: tuple[int, int] = (1, 2)
 """(major, minor) of the hook API."""
 
 API_TEXT = f"{API[0]}.{API[1]}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from vime.facts.inventory import NodeInventory
+from vime.facts.inventory import NodeInventory, domain_of
 from vime.facts.process import RoleRequest
-from vime.planning.place import domain_of
 from vime.planning.plan import TrainerPlan, TransportPlan
 
 COLLECTIVE = "collective"

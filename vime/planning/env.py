@@ -169,37 +169,48 @@ class EdgeEnd:
 
 
 def check_equal(
-    trainer: EdgeEnd, engine: EdgeEnd, *, inherited: Mapping[str, str] | None = None, where: str | None = None
+    trainer: EdgeEnd,
+    engine: EdgeEnd,
+    *,
+    protocol: str | None = None,
+    inherited: Mapping[str, str] | None = None,
+    where: str | None = None,
 ) -> None:
     """Variables of scope `both_equal` must be the same on both sides of an edge, whichever side has the rule.
 
     A rule that one side alone has binds the other too: a platform that knows what an edge needs speaks for one that does not.
     Nothing is set for the other side; where its value differs, the run is refused. A rule about an option of a list compares
-    that option, any other the whole value. Raises PlanError E262.
+    that option, any other the whole value. Rules about transports other than `protocol` do not count; without a `protocol`
+    all do. Raises PlanError E262.
     """
     given = inherited or {}
-    for name, rule, holders in _shared(trainer, engine):
+    for name, rule, holders in _shared(trainer, engine, protocol):
         ours, theirs = trainer.of(name, given), engine.of(name, given)
         if _compared(rule, ours) == _compared(rule, theirs):
             continue
         text = f"{name} is {ours!r} for the trainer and {theirs!r} for the engine: {rule.why}"
         alone = f" (only the {holders[0]}'s platform says so)" if len(holders) == 1 else ""
-        raise PlanError(f"E262 {text}{alone}", where=where, fix=f"give {name} one value in `env.trainer` and `env.engine`")
+        fix = f"give {name} one value in `env.trainer` and `env.engine`"
+        if rule.protocols:
+            fix += f", or choose a transport other than {' and '.join(rule.protocols)}"
+        raise PlanError(f"E262 {text}{alone}", where=where, fix=fix)
 
 
-def _shared(trainer: EdgeEnd, engine: EdgeEnd) -> Iterator[tuple[str, EnvValue, list[str]]]:
-    """Rules of scope `both_equal` with the sides that have one for the variable."""
+def _shared(trainer: EdgeEnd, engine: EdgeEnd, protocol: str | None) -> Iterator[tuple[str, EnvValue, list[str]]]:
+    """Rules that bind both sides of an edge over `protocol`, with the sides that have one for the variable."""
     for end in (trainer, engine):
         for layer in end.rules:
             for name, rule in layer.items():
-                if rule.scope == _BOTH:
+                if _binds(rule, protocol):
                     sides = (("trainer", trainer), ("engine", engine))
-                    holders = [side for side, at in sides if any(_is_shared(rules.get(name)) for rules in at.rules)]
+                    holders = [side for side, at in sides if any(_binds(rules.get(name), protocol) for rules in at.rules)]
                     yield name, rule, holders
 
 
-def _is_shared(rule: EnvValue | None) -> bool:
-    return rule is not None and rule.scope == _BOTH
+def _binds(rule: EnvValue | None, protocol: str | None) -> bool:
+    if rule is None or rule.scope != _BOTH:
+        return False
+    return protocol is None or not rule.protocols or protocol in rule.protocols
 
 
 def _compared(rule: EnvValue, value: str | None) -> object:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vime.errors import PlacementError
-from vime.facts.inventory import NodeInventory, Tri
+from vime.facts.inventory import NodeInventory
 from vime.facts.process import Slot
 from vime.planning.masks import by_host
 from vime.topology.rules import ResolvedRole
@@ -115,15 +115,3 @@ def physical_order(nodes: Sequence[NodeInventory], segment_nodes: int = 1) -> tu
 
 def _domain(node: NodeInventory) -> tuple[str, str]:
     return ("", "") if node.fabric is None else (node.fabric.id, node.fabric.clique)
-
-
-def domain_of(node: NodeInventory) -> tuple[str, str] | None:
-    """Name and clique of the fabric domain that a node can use; None outside one."""
-    fabric = node.fabric
-    return (fabric.id, fabric.clique) if fabric is not None and fabric.usable is Tri.YES else None
-
-
-def in_one_domain(nodes: Iterable[NodeInventory]) -> bool:
-    """Whether nodes reach each other over one fabric."""
-    domains = {domain_of(node) for node in nodes}
-    return len(domains) == 1 and None not in domains

@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from vime.facts.inventory import NodeInventory
+from vime.facts.inventory import NodeInventory, in_one_domain
 from vime.facts.model import ModelShape
 from vime.facts.process import Parallel
 from vime.planning.amounts import trainer_amounts
 from vime.planning.memory import NEAR_LIMIT
 from vime.planning.needs import PlanNeeds, model_of
-from vime.planning.place import in_one_domain
 from vime.planning.units import in_units
 from vime.topology.load import LoadedTopology
 from vime.topology.rules import PoolNodes, ResolvedRole

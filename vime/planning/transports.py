@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vime.errors import PlanError
-from vime.facts.inventory import NodeInventory
+from vime.facts.inventory import NodeInventory, in_one_domain
 from vime.facts.process import Slot
 from vime.facts.transports import Edge, Hosts, Relation, TransportOffer
-from vime.planning.place import in_one_domain, nodes_of
+from vime.planning.place import nodes_of
 from vime.planning.plan import Rejection, TransportPlan
 from vime.planning.time import NOT_COUNTED, Estimate, transfer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from vime.errors import PluginError
@@ -27,7 +28,8 @@ def merge_env(layers: Iterable[Mapping[str, EnvValue]], *, where: str) -> dict[s
 
     A child's rule replaces its parent's default. What a parent requires or forbids may be repeated or made stricter,
     never loosened: that is a PluginError with both reasons. A rule about an option of a list may be repeated; another rule
-    beside it is a contradiction, as one rule per variable can be kept. `both_equal` stays once it is said.
+    beside it is a contradiction, as one rule per variable can be kept. `both_equal` stays once it is said, for the transports
+    of either rule.
     """
     merged: dict[str, EnvValue] = {}
     for layer in layers:
@@ -38,8 +40,11 @@ def merge_env(layers: Iterable[Mapping[str, EnvValue]], *, where: str) -> dict[s
 
 
 def _combine(name: str, parent: EnvValue, child: EnvValue, *, where: str) -> EnvValue:
-    scope = _BOTH if _BOTH in (parent.scope, child.scope) else child.scope
-    child = replace(child, scope=scope)
+    binding = [rule.protocols for rule in (parent, child) if rule.scope == _BOTH]
+    scope = _BOTH if binding else child.scope
+    protocols = tuple(dict.fromkeys(chain(*binding))) if all(binding) else ()
+    child = replace(child, scope=scope, protocols=protocols)
+    parent = replace(parent, scope=scope, protocols=protocols)
     if _OPTIONS & {parent.mode, child.mode}:
         return _combine_options(name, parent, child, where=where)
     if parent.mode is EnvMode.DEFAULT:
@@ -49,7 +54,7 @@ def _combine(name: str, parent: EnvValue, child: EnvValue, *, where: str) -> Env
     same = parent.value == child.value
     if parent.mode is EnvMode.REQUIRE:
         agrees = same != (child.mode is EnvMode.FORBID)
-        stricter = replace(parent, scope=scope, why=child.why if child.mode is EnvMode.REQUIRE else parent.why)
+        stricter = replace(parent, why=child.why if child.mode is EnvMode.REQUIRE else parent.why)
     else:
         agrees = same if child.mode is EnvMode.FORBID else (child.mode is EnvMode.REQUIRE and not same)
         stricter = child

@@ -122,8 +122,10 @@ def test_cumem_may_not_be_turned_off(gb200: Platform, kind: RoleKind) -> None:
         merge_env([rules], {"NCCL_CUMEM_ENABLE": "0"}, process="actor")
     values, _ = merge_env([rules], {"NCCL_CUMEM_ENABLE": "1"}, process="actor")
     assert values["NCCL_CUMEM_ENABLE"] == "1"
+    ends = EdgeEnd([rules], values), EdgeEnd([rules], {})
     with pytest.raises(PlanError, match="E262"):
-        check_equal(EdgeEnd([rules], values), EdgeEnd([rules], {}))
+        check_equal(*ends, protocol="collective")
+    check_equal(*ends, protocol="device_ipc")
 
 
 @pytest.mark.parametrize(

@@ -358,6 +358,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault("forbids what its engine is launched with", ("C19",), with_rule("SOUND_LOG", "0", mode=EnvMode.FORBID)),
     Fault("gives both ends different values", ("C20",), {"vime_process_env": loose_equality}),
     Fault("tells one end alone what both must share", ("C20",), {"vime_process_env": lone_equality}),
+    Fault(
+        "binds both ends for a transport that nobody offers",
+        ("C20",),
+        with_rule("SOUND_LANES", "0", mode=EnvMode.FORBID, scope="both_equal", protocols=("sound_lnk",)),
+    ),
     # collectives
     Fault("names no backend that torch reads", ("C21",), amend("vime_collective", backend="cpu:gloo;sound:ring")),
     Fault("names a backend that the node lacks", ("C21",), amend("vime_collective", backend="cpu:gloo,sound:ring")),

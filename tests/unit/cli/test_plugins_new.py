@@ -42,7 +42,7 @@ def test_it_writes_a_whole_project(vime, tmp_path) -> None:
     assert project["name"] == "gizmo-vime"
     assert project["entry-points"] == {"vime.plugins": {"gizmo": "gizmo_vime.plugin"}}
     assert project["dependencies"] == ["vime>=0.1,<0.2"]
-    assert project["keywords"] == ["vime-hooks>=1.1,<2"]
+    assert project["keywords"] == ["vime-hooks>=1.2,<2"]
     assert 'PluginInfo("gizmo", parent="base")' in written["src/gizmo_vime/plugin.py"]
 
 

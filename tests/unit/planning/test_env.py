@@ -9,8 +9,10 @@ from vime.facts.process import EnvMode, EnvValue
 from vime.planning.env import EdgeEnd, check_equal, merge_env
 
 
-def rule(value: str, mode: EnvMode = EnvMode.DEFAULT, why: str = "because", scope: str = "process") -> EnvValue:
-    return EnvValue(value, why, mode, scope)
+def rule(
+    value: str, mode: EnvMode = EnvMode.DEFAULT, why: str = "because", scope: str = "process", protocols: tuple[str, ...] = ()
+) -> EnvValue:
+    return EnvValue(value, why, mode, scope, protocols)
 
 
 def merged(*layers: dict[str, EnvValue], user: dict[str, str] | None = None) -> dict[str, str]:
@@ -84,6 +86,16 @@ def test_a_rule_of_one_side_binds_the_other(mode: EnvMode, side: str) -> None:
     check_equal(*ends({}, {}))
     with pytest.raises(PlanError, match=rf"E262 A is .*\(only the {side}'s platform says so\)"):
         check_equal(*ends({"A": "1"}, {}))
+
+
+def test_a_rule_about_transports_binds_over_no_other() -> None:
+    rules = [{"A": rule("0", scope="both_equal", protocols=("link", "wire"))}]
+    ends = EdgeEnd(rules, {"A": "1"}), EdgeEnd([], {})
+    check_equal(*ends, protocol="disk")
+    for protocol in ("link", "wire", None):
+        with pytest.raises(PlanError, match="E262 A is '1' for the trainer and None for the engine") as caught:
+            check_equal(*ends, protocol=protocol)
+        assert (caught.value.fix or "").endswith("or choose a transport other than link and wire")
 
 
 def test_sides_are_compared_as_their_processes_see_the_variable() -> None:

@@ -138,12 +138,12 @@ def test_whatever_breaks_at_import_is_an_import_error(install, body: str) -> Non
 @pytest.mark.parametrize(
     ("api", "reason", "fix"),
     [
-        (None, "its metadata states no range of the hook API", '"vime-hooks>=1.1,<2" to `keywords` in its pyproject.toml'),
-        ("", "its metadata states no range of the hook API", "install a acme-plugin for hook API 1.1"),
-        (">=0.1,<0.2", "written for hook API >=0.1,<0.2, this is 1.1", "install a acme-plugin for hook API 1.1"),
-        ("<1", "written for hook API <1, this is 1.1", "its authors port it"),
-        (">=1.2,<2", "written for hook API >=1.2,<2, this is 1.1", "install a newer vime"),
-        (">=7", "written for hook API >=7, this is 1.1", "install a newer vime"),
+        (None, "its metadata states no range of the hook API", '"vime-hooks>=1.2,<2" to `keywords` in its pyproject.toml'),
+        ("", "its metadata states no range of the hook API", "install a acme-plugin for hook API 1.2"),
+        (">=0.1,<0.2", "written for hook API >=0.1,<0.2, this is 1.2", "install a acme-plugin for hook API 1.2"),
+        ("<1", "written for hook API <1, this is 1.2", "its authors port it"),
+        (">=1.3,<2", "written for hook API >=1.3,<2, this is 1.2", "install a newer vime"),
+        (">=7", "written for hook API >=7, this is 1.2", "install a newer vime"),
     ],
 )
 def test_the_range_of_the_hook_api_is_checked_before_import(install, api: str | None, reason: str, fix: str) -> None:

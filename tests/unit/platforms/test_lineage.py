@@ -135,8 +135,8 @@ def env(build, request_for, parent: str, child: str) -> dict[str, EnvValue]:
     return dict(platform.process_env(request_for()))
 
 
-def rule(value: str, mode: str = "DEFAULT", scope: str = "process") -> str:
-    return f"{{'X': EnvValue('{value}', 'why {value}', EnvMode.{mode}, '{scope}')}}"
+def rule(value: str, mode: str = "DEFAULT", scope: str = "process", protocols: tuple[str, ...] = ()) -> str:
+    return f"{{'X': EnvValue('{value}', 'why {value}', EnvMode.{mode}, '{scope}', {protocols})}}"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,24 @@ def test_environment_contradictions_are_errors_with_both_reasons(build, request_
 def test_a_variable_that_must_agree_on_both_sides_keeps_saying_so(build, request_for) -> None:
     merged = env(build, request_for, rule("1", "REQUIRE", "both_equal"), rule("1", "REQUIRE"))
     assert merged["X"].scope == "both_equal"
+
+
+@pytest.mark.parametrize(
+    ("parent", "child", "bound"),
+    [
+        (("a",), ("b", "a"), ("a", "b")),
+        (("a",), (), ()),
+        ((), ("b",), ()),
+        (("a",), None, ("a",)),
+        (None, ("b",), ("b",)),
+    ],
+)
+@pytest.mark.parametrize("mode", ["REQUIRE", "FORBID", "DEFAULT"])
+def test_a_rule_binds_over_the_transports_of_parent_and_child(build, request_for, mode, parent, child, bound) -> None:
+    """None: a rule for the process alone; (): for every transport."""
+    layers = (rule("1", mode) if one is None else rule("1", mode, "both_equal", one) for one in (parent, child))
+    merged = env(build, request_for, *layers)["X"]
+    assert (merged.scope, merged.protocols) == ("both_equal", bound)
 
 
 def test_launch_defaults_merge(build, request_for) -> None:

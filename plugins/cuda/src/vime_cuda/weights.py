@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vime.facts.inventory import NodeInventory, Tri
+from vime.facts.inventory import NodeInventory, in_one_domain
 from vime.facts.process import Factory, RoleRequest
 from vime.facts.transports import Edge, Precondition, Relation, Side, TransferCost, TransportOffer
 from vime_cuda.inventory import product
@@ -125,9 +125,7 @@ def _apart(edge: Edge) -> list[tuple[NodeInventory, int, int]]:
 def _in_one_domain(edge: Edge) -> bool:
     """Whether ranks on several nodes gather over NVLink."""
     request = edge.trainer
-    fabrics = [request.inventories[slot.node].fabric for slot in request.placement.slots]
-    domains = {(fabric.id, fabric.clique) for fabric in fabrics if fabric is not None and fabric.usable is Tri.YES}
-    return len(domains) == 1 and all(fabric is not None and fabric.usable is Tri.YES for fabric in fabrics)
+    return in_one_domain(request.inventories[slot.node] for slot in request.placement.slots)
 
 
 def _reached(node: NodeInventory, matrix: str, a: int, b: int) -> bool | None:

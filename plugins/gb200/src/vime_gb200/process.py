@@ -23,6 +23,9 @@ CLIQUE_LIMIT = (
 )
 ABSENT_FABRIC = "scale_up_between_nodes"
 
+COMMUNICATORS = ("collective",)
+"""Transports that make a communicator of NCCL out of trainer and engine: only there must both set it up alike."""
+
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _LABELS = {"chassis_serial": "vime/chassis", "tray": "vime/tray", "host_id": "vime/host-id"}
 
@@ -80,6 +83,7 @@ def environment(request: RoleRequest) -> dict[str, EnvValue]:
             "the traffic goes over the network",
             EnvMode.FORBID,
             "both_equal",
+            COMMUNICATORS,
         ),
         "NCCL_NET_GDR_LEVEL": EnvValue(
             "SYS",
@@ -92,6 +96,7 @@ def environment(request: RoleRequest) -> dict[str, EnvValue]:
             "0",
             f"the fabric between trays cannot be used ({why}), and NCCL ends with an error where it tries",
             scope="both_equal",
+            protocols=COMMUNICATORS,
         )
     elif request.kind is RoleKind.ENGINE and _whole(request.inventories):
         rules["UCX_CUDA_IPC_ENABLE_MNNVL"] = EnvValue(

@@ -8,8 +8,9 @@ from vime.errors import PlanError, PluginError
 from vime.facts.process import EnvMode, EnvValue, RoleKind
 from vime.planning.env import EdgeEnd, check_equal, merge_env
 from vime.testing.conformance.checks.planning import VARIABLE
+from vime.testing.conformance.checks.transports import offers_of
 from vime.testing.conformance.registry import check, fail, require
-from vime.testing.conformance.subject import Asked, Subject
+from vime.testing.conformance.subject import Asked, Case, Subject
 
 Rules = Mapping[str, EnvValue]
 _SCOPES = ("process", "both_equal")
@@ -62,7 +63,8 @@ def rules_hold_together(subject: Subject) -> None:
 
 @check("C20", hooks=["vime_process_env"], title="both sides get the same")
 def both_sides_get_the_same(subject: Subject) -> None:
-    """Rules of scope both_equal are given to trainers and to engines of the same node, with one value."""
+    """Rules of scope both_equal are given to trainers and to engines of the same node, with one value, for transports that
+    the platform offers."""
     for case in subject.cases:
         for residency in ("park", "resident"):
             trainer, engine = (
@@ -73,8 +75,18 @@ def both_sides_get_the_same(subject: Subject) -> None:
             lone = sorted(shared[0] ^ shared[1])
             what = f"{', '.join(lone)} must be equal on both sides, and one role alone has the rule ({case.name}, {residency})"
             require(not lone, what, "give the rule to both roles")
+            named = {p for layers in ends.values() for rules in layers for rule in rules.values() for p in rule.protocols}
+            unknown = sorted(named - _offered(subject, case)) if named else []
+            what = f"a rule is about {', '.join(unknown)}, which is not offered ({case.name}, {residency})"
+            require(not unknown, what, "name protocols of vime_transports")
             try:
                 check_equal(*(EdgeEnd(layers, merge_env(layers, {}, process=about)[0]) for about, layers in ends.items()))
             except PlanError as error:
                 if error.what.startswith("E262"):
                     fail(f"{error.what} ({case.name})", "give the same rule to both roles")
+
+
+def _offered(subject: Subject, case: Case) -> set[str]:
+    """Protocols of the platform's transports on a machine."""
+    edges = subject.edges(cases=[case])
+    return {protocol for edge in edges for offers in offers_of(subject, edge).values() for protocol in offers}

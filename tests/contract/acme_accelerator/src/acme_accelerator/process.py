@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from acme_accelerator.weights import PROTOCOL
 from vime.facts.bindings import RayBinding
 from vime.facts.capabilities import Capabilities
 from vime.facts.process import EnvMode, EnvValue, RoleKind, RoleRequest
@@ -42,7 +43,7 @@ def environment(request: RoleRequest) -> dict[str, EnvValue]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": EnvValue("false", "tokenizer threads do not survive the forks of engine and graders"),
-        FRAME_VARIABLE: EnvValue(str(FRAME_BYTES), "both ends of a link must cut frames alike", scope="both_equal"),
+        FRAME_VARIABLE: EnvValue(str(FRAME_BYTES), "both ends cut frames alike", scope="both_equal", protocols=(PROTOCOL,)),
         "ACME_LAZY_COPY": EnvValue("1", "a copy that returns early would let the next step overwrite weights", EnvMode.FORBID),
         "TORCHDYNAMO_DISABLE": EnvValue("1", "compiling for the device would need a C++ compiler"),
     }
