@@ -158,7 +158,7 @@ def _fields(job: GradeJob) -> tuple[Any, ...]:
 def _pickled(value: object) -> bytes:
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:  # what metadata holds pickles itself, and raises what it likes
         raise Unsendable(str(error)) from error
 
 

@@ -161,7 +161,7 @@ class GraderPool:
         except RewardError as failure:
             self._fail(failure)
         except Exception as error:  # noqa: BLE001  a worker that ended silently would leave its callers waiting
-            self._fail(RewardError(f"the grader pool stopped: {error!r}"))
+            self._fail(_stopped(error))
 
     async def _start_process(self) -> GraderProcess:
         reason = ""
@@ -180,7 +180,14 @@ class GraderPool:
             chunk = await self._next_chunk()
             if not process.is_alive:
                 self._put_back(chunk)
-            elif not await self._score_chunk(process, chunk):
+                return
+            try:
+                is_good = await self._score_chunk(process, chunk)
+            except BaseException as error:
+                for item in chunk:
+                    _refuse(item, self._failure or _stopped(error))
+                raise
+            if not is_good:
                 return
 
     async def _next_chunk(self) -> list[_Item]:
@@ -213,11 +220,6 @@ class GraderPool:
                 for reward, error, raw in scores:
                     chunk[done].resolve(GradeOutcome(reward, error, raw=raw))
                     done += 1
-        except BaseException as error:
-            failure = self._failure or RewardError(f"the grader pool stopped: {error!r}")
-            for item in chunk[done:]:
-                _refuse(item, failure)
-            raise
         finally:
             unwatch()
         if done == len(chunk):
@@ -255,6 +257,13 @@ def _is_sendable(item: _Item) -> bool:
         item.resolve(GradeOutcome(None, f"{item.job.name}: cannot be sent to a grader process: {error}"))
         return False
     return True
+
+
+def _stopped(error: BaseException) -> RewardError:
+    """The failure of everyone who waits; its cause is a fault of the pool, not of a grader."""
+    failure = RewardError(f"the grader pool stopped: {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def _refuse(item: _Item, failure: RewardError) -> None:

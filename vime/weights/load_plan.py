@@ -88,16 +88,16 @@ def plan_load(
     with recorder.installed():
         try:
             load_weights(recorder.feed(manifest.tensors))
-        except Exception as error:  # noqa: BLE001 (a model's loader may raise anything)
+        except Exception as error:  # a model's loader may raise anything
             faults = recorder.find_faults(load_weights, manifest)
             if not faults:
                 raise WeightSyncError(
                     f"the engine's model cannot take this set of tensors: {_reason(error)}", fix=FIX
-                ) from None
+                ) from error
             listed = short_list([f"{name} ({why})" for name, why in faults], 4)
             raise WeightSyncError(
                 f"the engine's model cannot take {len(faults)} of {len(manifest.tensors)} tensors: {listed}", fix=FIX
-            ) from None
+            ) from error
     untouched = tuple(t.name for t in manifest.tensors if t.name not in recorder.touched)
     return LoadPlan(fills=tuple(recorder.fills.values()), untouched=untouched, num_tensors=len(manifest.tensors))
 

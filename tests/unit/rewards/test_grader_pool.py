@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from vime.errors import RewardError
+from vime.rewards.process import GraderProcess
 from vime.rewards.workers import GradeJob, GradeOutcome, GraderPool
 
 STUB = """
@@ -195,9 +196,15 @@ async def test_long_responses_and_odd_characters_travel(stub: str) -> None:
         assert rewards(await pool.score(jobs(*texts))) == [300_000.0, 1.0, 9.0, 1.0]
 
 
-async def test_what_cannot_be_sent_is_that_samples_error(stub: str) -> None:
-    async with GraderPool(stub) as pool:
-        outcomes = await pool.score([GradeJob("a"), GradeJob("a", metadata={"f": lambda: 1}), GradeJob("bb")])
+class Stubborn:
+    def __reduce__(self) -> str:
+        raise ValueError("no state")
+
+
+@pytest.mark.parametrize("value", [lambda: 1, Stubborn()], ids=["a function", "an object that refuses"])
+async def test_what_cannot_be_sent_is_that_samples_error(stub: str, value: object) -> None:
+    async with asyncio.timeout(20), GraderPool(stub) as pool:
+        outcomes = await pool.score([GradeJob("a"), GradeJob("a", metadata={"f": value}), GradeJob("bb")])
         assert rewards(outcomes) == [1.0, None, 2.0]
         assert "cannot be sent" in (outcomes[1].error or "")
 
@@ -253,6 +260,17 @@ async def test_closing_ends_every_process_and_refuses_what_waits(stub: str) -> N
         assert isinstance(result, RewardError)
     with pytest.raises(RewardError, match="closed"):
         await pool.score(jobs("a"))
+
+
+async def test_a_fault_of_the_pool_reaches_whoever_waits_with_its_cause(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(process: GraderProcess) -> None:
+        raise OSError("no timer")
+
+    monkeypatch.setattr(GraderProcess, "watch", watch)
+    async with asyncio.timeout(20), GraderPool(stub) as pool:
+        with pytest.raises(RewardError, match="the grader pool stopped: OSError") as caught:
+            await pool.score(jobs("a", "bb"))
+        assert isinstance(caught.value.__cause__, OSError)
 
 
 async def test_a_cancelled_caller_does_not_disturb_the_others(stub: str) -> None:

@@ -2,7 +2,13 @@
 
 import asyncio
 
+from vime.types import PolicyVersion
+
 IDS = ((1, 2, 3),)
+
+
+def version(step):
+    return PolicyVersion(0, step)
 
 
 class Link:

@@ -101,8 +101,9 @@ def test_all_unknown_names_are_listed():
 def test_a_wrong_shape_names_the_tensor():
     with pytest.raises(WeightSyncError, match=r"cannot take 1 of 5 tensors: qkv\.k_proj\.weight \("):
         plan(Model(), SHAPES | {"qkv.k_proj.weight": (3, 4)})
-    with pytest.raises(WeightSyncError, match=r"norm\.weight \(shape \[5\] instead of \[4\]\)"):
+    with pytest.raises(WeightSyncError, match=r"norm\.weight \(shape \[5\] instead of \[4\]\)") as caught:
         plan(Model(), SHAPES | {"norm.weight": (5,)})
+    assert caught.value.__cause__ is not None, "what the model's loader raised stays in the trace"
 
 
 def test_tensors_that_a_loader_leaves_out_are_an_error_unless_allowed():

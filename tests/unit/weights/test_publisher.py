@@ -4,15 +4,11 @@ import asyncio
 import time
 
 import pytest
-from publisher_parts import IDS, Engine
+from publisher_parts import IDS, Engine, version
 
 from vime.errors import DeadlineError, EngineError, ProbeError, WeightSyncError
 from vime.types import PolicyVersion
 from vime.weights.protocol import ProbeSettings, Publisher
-
-
-def version(step):
-    return PolicyVersion(0, step)
 
 
 async def test_a_publish_goes_through_its_steps_in_order(publisher, link, log, engines):

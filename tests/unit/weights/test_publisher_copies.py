@@ -3,14 +3,9 @@
 import asyncio
 
 import pytest
-from publisher_parts import Engine
+from publisher_parts import Engine, version
 
 from vime.errors import WeightSyncError
-from vime.types import PolicyVersion
-
-
-def version(step):
-    return PolicyVersion(0, step)
 
 
 async def test_the_copy_for_later_engines_is_made_when_all_gates_are_open_and_nobody_waits_for_it(engines, log, streaming):
