@@ -1,14 +1,18 @@
-"""Runs vime commands in a process of their own, with extra plugins on the path."""
+"""Runs vime commands: in this process, or in one of their own with extra plugins on the path."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from vime.cli.main import main
 
 HEAVY = "torch ray vllm megatron transformers"
 RUN = f"""
@@ -23,6 +27,22 @@ if heavy:
     sys.exit(f"the command imported {{heavy}}")
 sys.exit(code)
 """
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "vocab_size": 316,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
 
 Vime = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -45,6 +65,35 @@ def vime(tmp_path: Path) -> Vime:
         return done
 
     return run
+
+
+class Done(NamedTuple):
+    """What a command in this process did."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """`command(*words)`: run a command in this process."""
+
+    def run(*words: str) -> Done:
+        code = main(list(words))
+        told = capsys.readouterr()
+        return Done(code, told.out, told.err)
+
+    return run
+
+
+@pytest.fixture
+def sizes(tmp_path: Path) -> Path:
+    """The folder `model` with the sizes of a small Qwen3, and no weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return folder
 
 
 @pytest.fixture

@@ -5,32 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 
 from vime.cli.main import main
 from vime.topology.load import shipped_names, shipped_text
 
-Vime = Callable[..., "Done"]
-
-
-class Done(NamedTuple):
-    """What a command in this process did."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def vime(capsys: pytest.CaptureFixture[str]) -> Vime:
-    """`vime(*words)`: run a command in this process."""
-
-    def run(*words: str) -> Done:
-        return Done(main(list(words)), *capsys.readouterr())
-
-    return run
+Command = Callable[..., Any]
 
 
 def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,19 +34,19 @@ def test_schema_describes_pools_and_roles(capsys: pytest.CaptureFixture[str]) ->
     assert "from" in schema["$defs"]["Sync"]["properties"]
 
 
-def test_check(vime: Vime, tmp_path: Path) -> None:
+def test_check(command: Command, tmp_path: Path) -> None:
     good = tmp_path / "t.yaml"
     good.write_text(shipped_text("cpu-disaggregated"))
-    done = vime("topology", "check", str(good))
+    done = command("topology", "check", str(good))
     assert done.returncode == 0
     assert "rollout: rollout on pool host, 2 devices (2 engines x 1)" in done.stdout
     good.write_text("pools: {p: {}}\nroles:\n  a: {kind: train, devices: 3, parallel: {tp: 2}}\n  b: {kind: trane}\n")
-    done = vime("topology", "check", str(good))
+    done = command("topology", "check", str(good))
     assert done.returncode == 1
     assert "t.yaml:4: E103" in done.stdout
 
 
-def test_check_takes_what_a_run_cannot_start_and_prints_notes(vime: Vime, tmp_path: Path) -> None:
+def test_check_takes_what_a_run_cannot_start_and_prints_notes(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(
         "pools: {p: {platform: acme, nodes: 5, domain: {kind: fabric, segment_nodes: 2}}, q: {}}\n"
@@ -76,7 +58,7 @@ def test_check_takes_what_a_run_cannot_start_and_prints_notes(vime: Vime, tmp_pa
         "  dec: {kind: rollout, pool: q, stage: decode, devices: half}\n"
         "  old: {kind: rollout, pool: external, endpoints: ['http://a:1']}\n"
     )
-    done = vime("topology", "check", str(path))
+    done = command("topology", "check", str(path))
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines() == [
         "actor: train (actor) on pool p, 8 devices",
