@@ -22,7 +22,9 @@ from vime.rollout.launcher import group_members
 from vime.rollout.router import RouterServer, RouterSpec
 from vime.rollout.sampling import seed_for
 from vime.testing.tiny_models import make_tiny_qwen3
-from vime.types import SampleStatus
+from vime.types import SampleStatus, TrainSample
+
+import trainer_rank
 
 RUN_TOKEN = "integration-run"
 API_KEY = "integration-key"
@@ -112,6 +114,31 @@ async def test_log_probs_equal_transformers_after_temperature(stack: Stack) -> N
         expected = torch.log_softmax(logits / 0.7, -1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert (torch.tensor(completion.log_probs) - expected).abs().max() < 1e-4
     assert len({c.token_ids for c in generation.choices}) > 1
+
+
+async def test_the_trainer_has_the_engines_log_probs_at_every_temperature(stack: Stack) -> None:
+    """Both divide float32 logits that differ by rounding by the temperature T: log-probs differ by about 1 / T of that.
+
+    Measured at 0.5, 1 and 1.5: means of 1.6e-6, 9.6e-7 and 6.5e-7, largest of 1.7e-5, 6.2e-6 and 4.8e-6. A temperature that
+    is off by a thousandth makes it 1e-3.
+    """
+    means = []
+    for temperature in (0.5, 1.0, 1.5):
+        async with stack.client() as client:
+            asked = (client.generate(prompt(g, 9), n=4, params=params(96, temperature), seed=g) for g in range(4))
+            groups = [answer.choices for answer in await asyncio.gather(*asked)]
+        rewards = (0.0, 1.0, 0.0, 1.0)
+        rows = [
+            TrainSample(tuple(prompt(g, 9)), choice.token_ids, choice.log_probs, (1,) * 96, reward, rewards)
+            for g, choices in enumerate(groups)
+            for choice, reward in zip(choices, rewards, strict=True)
+        ]
+        metrics = trainer_rank.train_once(stack.model, rows, temperature=temperature)
+        assert metrics["train/tokens"] == 4 * 4 * 96
+        assert metrics["train/train_rollout_logprob_abs_diff"] <= 2e-6 / temperature
+        assert metrics["train/train_rollout_logprob_abs_diff_max"] <= 2e-4 / temperature
+        means.append(metrics["rollout/rollout_log_probs"])
+    assert means[0] > means[1] + 0.1 > means[2] + 0.2, "the sampler's log-probs hang on the temperature"
 
 
 @pytest.mark.parametrize("length", [9, 40])

@@ -77,6 +77,22 @@ def test_report_of_the_run(finished: Path) -> None:
     assert sum(summary["time_share"].values()) == pytest.approx(1.0)
 
 
+def test_the_same_seed_gives_the_same_run(finished: Path, tmp_path: Path) -> None:
+    """Bit for bit: all metrics but times, the groups of each step, the final weights. Checkpoints on the way change nothing."""
+    run(write_run(tmp_path, schedule={"num_steps": KEPT_STEPS}))
+    again = comparable(tmp_path / "run")
+    assert [row["step"] for row in again] == list(range(1, KEPT_STEPS + 1))
+    assert again == comparable(finished / "run")
+    assert_same_weights(tmp_path / "run", finished / "run")
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """The final models of two runs have the same tensors, bit for bit."""
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+
+
 @pytest.mark.parametrize("moment", [0.35])
 def test_a_killed_run_goes_on_bit_for_bit(finished: Path, tmp_path: Path, moment: float) -> None:
     """SIGKILL of the driver in the middle of a step; afterwards nothing is left over and --resume equals the whole run."""
@@ -114,9 +130,7 @@ def drill(finished: Path, folder: Path, *, at_step: int, moment: float) -> None:
     assert [path for path in mine if path.exists()] == []
     run(path, "--resume")
     assert comparable(run_dir) == comparable(finished / "run")
-    expected, got = (load_file(d / "model" / "model.safetensors") for d in (finished / "run", run_dir))
-    assert expected.keys() == got.keys()
-    assert all((expected[name] == got[name]).all() for name in expected)
+    assert_same_weights(run_dir, finished / "run")
 
 
 def test_two_engines_one_step_ahead_survive_the_death_of_one(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ def _shape(vocab: int, hidden: int, layers: int, heads: tuple[int, int], head_di
 
 SHAPES = {
     "tiny": _shape(2048, 256, 4, (4, 2), 64, 512),
+    "2m": _shape(2048, 192, 4, (4, 2), 64, 512),
+    "17m": _shape(2048, 512, 5, (8, 4), 64, 1536),
     "0.1b": _shape(32000, 768, 12, (12, 4), 64, 2304),
     "0.6b": _shape(151936, 1024, 28, (16, 8), 128, 3072),
     "1.7b": _shape(151936, 2048, 28, (16, 8), 128, 6144),
@@ -28,7 +30,7 @@ SHAPES = {
     "tiny-moe": _shape(2048, 256, 4, (4, 2), 64, 128, experts=16, experts_per_token=4),
     "30b-a3b": _shape(151936, 2048, 48, (32, 4), 128, 768, tied=False, experts=128, experts_per_token=8),
 }
-"""Those with a size for a name are the published Qwen3-0.6B, 1.7B, 4B (all with a tied head) and 30B-A3B.
+"""From 0.6b on, those with a size for a name are the published Qwen3-0.6B, 1.7B, 4B (all with a tied head) and 30B-A3B.
 
 30B-A3B takes 61 GB of disk and of host memory in 16 bits.
 """

@@ -1,7 +1,8 @@
 """`vime bench train`: a trainer rank's speed beside the device's own matrix product, its memory beside the planned one.
 
 One child measures part after part; where it dies, another goes on with the next. Weights are drawn where they are; no engine,
-no Ray. With `--layouts` several ranks are measured beside one instead (`parity.py`).
+no Ray. With `--layouts` several ranks are measured beside one instead (`parity.py`), with `--against` one rank beside a plain
+training loop (`against.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vime.benchmarks import parity
+from vime.benchmarks import against, parity
 from vime.benchmarks.engines import open_record
 from vime.benchmarks.shapes import SHAPES
 from vime.data.tiny_model import tiny_config
@@ -48,12 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="host threads (1)")
     parser.add_argument("--megatron", default="{}", help="JSON for trainer.megatron")
     parity.add_layout_arguments(parser)
+    against.add_against_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """One part each: the head, accuracy (tiny only), every kind of recomputation; or the layouts. 1 where one failed."""
+    """One part each: the head, accuracy (tiny only), every kind of recomputation; or the layouts, or pairs with a plain loop.
+
+    1 where one failed.
+    """
     from vime.benchmarks.rank import ask_platform
 
+    if args.against:
+        return against.run(args)
     asked = ask_platform(args.platform, dtype=args.dtype)
     host = asked.inventory.virtual
     args.tokens, args.length = (given or known for given, known in zip((args.tokens, args.length), LENGTHS[host], strict=True))
