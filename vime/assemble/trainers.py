@@ -16,10 +16,8 @@ from vime.cluster.team import Member, Team, tags_of
 from vime.config.schema import Config
 from vime.data.snapshot import Snapshot
 from vime.errors import CheckpointError
-from vime.planning.plan import Plan, Task, TrainerPlan
-
-TURNS: tuple[Task, ...] = ("reference", "teacher", "critic", "actor")
-"""In which order those on the same devices work; the actor comes last, since its weights are published next."""
+from vime.planning.amounts import TURNS
+from vime.planning.plan import Plan, TrainerPlan
 
 
 def trainer_starts(config: Config, plan: Plan, snapshot: Snapshot | None) -> list[list[TrainerStart]]:

@@ -17,6 +17,7 @@ from vime.planning.joined import check_engines
 from vime.planning.make import Here, make_plan
 from vime.planning.needs import needs_from
 from vime.planning.plan import Plan
+from vime.planning.routing import check_routing
 from vime.planning.updates import check_update
 from vime.platforms.discovery import Discovery, discover
 from vime.platforms.lineage import Platform
@@ -82,8 +83,8 @@ def plan_layout(
     hardware: Hardware,
     cluster: JoinedCluster | None = None,
 ) -> Plan:
-    """Plan a laid-out run. Raises what `make_plan` and `check_update` raise; of a run also the platform's own error where
-    hardware is missing.
+    """Plan a laid-out run. Raises what `make_plan`, `check_update` and `check_routing` raise; of a run also the platform's own
+    error where hardware is missing.
     """
     env = dict(os.environ)
     if cluster is not None:
@@ -100,8 +101,9 @@ def plan_layout(
         here=here,
     )
     if cluster is not None:
-        check_engines(plan)
+        check_engines(layout.topology, plan)
     check_update(plan, loaded.config.weights.update, where=loaded.where("weights.update"))
+    check_routing(plan, loaded.config.trainer.routing_replay, where=loaded.where)
     return replace(plan, notes=(*plan.notes, *nodes.notes, *layout.notes))
 
 

@@ -70,6 +70,11 @@ FROZEN = ("reference", "teacher")
 SCORES = (*FROZEN, "critic")
 """Tasks with a pass over the batch before the updates: log-probs, or a critic's values."""
 
+TURNS = (*SCORES, "actor")
+"""In which order tasks on the same devices work. A critic scores last and trains first, so its parameters stay in between;
+the actor trains last, since its weights are published next.
+"""
+
 
 def role_parameters(model: ModelShape, task: str) -> int:
     """Parameters of a role's model: a critic has one value a token in place of the output layer."""

@@ -20,6 +20,9 @@ ENGINE_NEEDS: Mapping[str, Any] = {
 }
 """Arguments that vime cannot do without in any release: log-probs after temperature, its own weights, its gate."""
 
+EXPERTS_ARGS: Mapping[str, Any] = {"enable_return_routed_experts": True}
+"""Arguments with which an engine tells the experts of every token."""
+
 TOKEN_FLAGS = frozenset(features.token_flag for features in RELEASES if features.token_flag is not None)
 
 OWNED_KEYS: Mapping[str, str] = {
@@ -48,6 +51,7 @@ _NEEDED_KEYS: Mapping[str, str] = {
     "logprobs_mode": "nothing: training needs log-probs after temperature",
     "weight_transfer_config": "topology sync",
     "middleware": "nothing: vime's gate is the middleware",
+    **dict.fromkeys(EXPERTS_ARGS, "trainer.routing_replay: rollout"),
 }
 
 
@@ -78,11 +82,15 @@ def engine_args(
     *,
     platform: str,
     chosen: Mapping[str, Any] = _NONE,
+    experts: bool = False,
 ) -> tuple[EngineArg, ...]:
-    """The arguments of `merge_engine_args`, each with its origin and the value that it replaced. Raises as that does."""
-    merged = merge_engine_args(defaults, user, needed, chosen=chosen)
+    """The arguments of `merge_engine_args`, each with its origin and the value that it replaced; with `experts` those of
+    `EXPERTS_ARGS` too. Raises as that does.
+    """
+    replay = EXPERTS_ARGS if experts else _NONE
+    merged = merge_engine_args(defaults, user, {**needed, **replay}, chosen=chosen)
     given = {key.replace("-", "_"): value for key, value in user.items()}
-    layers = (("sleep", needed), ("user", given), ("plan", chosen), (f"platform {platform}", defaults.args))
+    layers = (("sleep", needed), ("replay", replay), ("user", given), ("plan", chosen), (f"platform {platform}", defaults.args))
     found: list[EngineArg] = []
     for name, value in merged.items():
         holders = [(origin, layer[name]) for origin, layer in layers if name in layer]

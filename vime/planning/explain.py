@@ -52,6 +52,7 @@ def explain_json(plan: Plan, assume: Mapping[str, float] = NO_WORDS) -> dict[str
             "capacity_bytes": dict(plan.memory.capacity_bytes),
             "reserve_bytes": plan.memory.reserve_bytes,
             "host_bytes_per_node": plan.memory.host_bytes_per_node,
+            "copied_bytes_per_node": plan.memory.copied_bytes_per_node,
         },
         "recompute": {"value": plan.recompute, "why": plan.recompute_why},
         "transport": _transport_json(plan),
@@ -137,6 +138,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         kept = f", reserve {in_units(plan.memory.reserve_bytes)}" if plan.memory.reserve_bytes else ""
         yield f"  pool {pool.name}: at most {used} of {capacity} ({peak}){kept}"
     yield f"  host memory per node for parked state and published weights: {in_units(plan.memory.host_bytes_per_node)}"
+    if plan.memory.copied_bytes_per_node:
+        yield f"  host memory per node while a checkpoint is written: {in_units(plan.memory.copied_bytes_per_node)} more"
     yield f"  recompute {plan.recompute}, {plan.recompute_why}"
     yield "how the memory was found"
     found = {(row.role, row.tag, row.how): row.num_bytes for row in plan.memory.rows}

@@ -88,6 +88,7 @@ _ORIGINS = {
     "user": "yours (rollout.vllm)",
     "plan": "chosen by the plan",
     "sleep": "needed by engine sleep",
+    "replay": "needed by trainer.routing_replay",
     "vime": "needed by vime",
 }
 

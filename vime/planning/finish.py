@@ -38,10 +38,11 @@ def finish(loaded: LoadedTopology, situation: Situation, candidate: Candidate, a
         others.append(plan)
         reasons += why
     engines: list[EnginePlan] = []
+    protocol = candidate.transport.protocol if candidate.transport is not None else None
     for index in range(len(candidate.engine_requests)):
         engine, rules, why = _engine(loaded, (situation, candidate, index), asker, rest)
         ends = EdgeEnd(trainer_rules, trainer.env), EdgeEnd(rules, engine.env)
-        check_equal(*ends, inherited=rest.inherited, where=loaded.where("env"))
+        check_equal(*ends, protocol=protocol, inherited=rest.inherited, where=loaded.where("env"))
         engines.append(engine)
         reasons += why if index == 0 else ()
     args = {arg.name: arg.value for arg in engines[0].args} if engines else {}
@@ -115,6 +116,7 @@ def _engine(
     check_untouched(pool.binding, env, process=seat.role.name, where=where)
     first = request.placement.slots[0].node
     positions = [slot.device for slot in request.placement.slots if slot.node == first]
+    needs = situation.needs
     plan = EnginePlan(
         index=index,
         pool=seat.role.pool,
@@ -122,7 +124,14 @@ def _engine(
         defaults=defaults,
         sleep=sleep,
         env=env,
-        args=engine_args(defaults, situation.needs.vllm, sleep.args, platform=pool.platform, chosen=candidate.chosen),
+        args=engine_args(
+            defaults,
+            needs.vllm,
+            sleep.args,
+            platform=pool.platform,
+            chosen=candidate.chosen,
+            experts=needs.returns_experts,
+        ),
         mask=process_mask(pool.binding, pool.entries[first], positions),
     )
     return plan, layers, reasons

@@ -152,12 +152,13 @@ def _too_few(
     return rule_error("E201", f"pools.{name}.nodes", text, where=loaded.where("pools", name, "nodes"), fix=fix)
 
 
-def check_engines(plan: Plan) -> None:
+def check_engines(loaded: LoadedTopology, plan: Plan) -> None:
     """Raise PlanError E301 for an engine that would span nodes: its server is started on one."""
     for engine in plan.engines:
         hosts = nodes_of(engine.request.placement.slots)
         if len(hosts) > 1:
             nodes = pool_of(plan.pools, engine.pool).inventories
-            names = ", ".join(nodes[node].hostname for node in hosts)
-            text = f"E301 roles.{engine.request.role}: engine {engine.index} would span {names}; an engine runs on one node"
-            raise PlanError(text, fix="use a smaller tp x pp x dp and more engines")
+            role, names = engine.request.role, ", ".join(nodes[node].hostname for node in hosts)
+            text = f"E301 roles.{role}.parallel: engine {engine.index} would span {names}; an engine runs on one node"
+            where = loaded.where("roles", role, "parallel")
+            raise PlanError(text, where=where, fix="use a smaller tp x pp x dp and more engines")

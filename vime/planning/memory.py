@@ -5,13 +5,13 @@ What a role holds is in `vime.planning.amounts`; here it is put into phases, add
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vime.errors import PlanError
 from vime.facts.inventory import NodeInventory
 from vime.facts.memory import EngineSleep, MemoryBackend, NullMemory, Tag
-from vime.planning.amounts import FROZEN, SCORES, Amount, Beside
+from vime.planning.amounts import FROZEN, SCORES, TURNS, Amount, Beside
 from vime.planning.plan import MemoryPlan, MemoryRow
 from vime.planning.units import in_units
 from vime.topology.rules import ResolvedRole
@@ -66,10 +66,11 @@ def turns_of(roles: Iterable[tuple[ResolvedRole, str]]) -> dict[str, dict[str, s
 
 
 def phases_of(occupants: Iterable[Occupant]) -> tuple[str, ...]:
-    """The phases of a step in their order; the actor trains last, since its weights are published next."""
-    found = {phase: doing for occupant in occupants for phase, doing in occupant.turns.items()}
+    """The phases of a step in their order, those of one kind in the order of their tasks' turns."""
+    listed = sorted(occupants, key=lambda occupant: TURNS.index(occupant.role.task))
+    found = {phase: doing for occupant in listed for phase, doing in occupant.turns.items()}
     order = (SERVING, SCORING, TRAINING, UPDATING)
-    return tuple(sorted(found, key=lambda phase: (order.index(found[phase]), found[phase] == TRAINING == phase)))
+    return tuple(sorted(found, key=lambda phase: order.index(found[phase])))
 
 
 def rows_of(occupants: Sequence[Occupant], phases: Sequence[str] = ()) -> tuple[MemoryRow, ...]:
@@ -162,8 +163,23 @@ class PoolSpace:
         return min(node.memory_bytes for node in self.nodes)
 
 
-def plan_memory(spaces: Sequence[PoolSpace], occupants: Sequence[Occupant], *, published_bytes: int) -> MemoryPlan:
-    """Rows and host bytes. `published_bytes` is the kept copy of the last published weights, once on every node."""
+def copied_bytes(occupant: Occupant) -> int:
+    """Host bytes of a role's device for the copy from which a checkpoint is written: its optimizer's part, and its share of
+    the parameters, of which one of all data-parallel copies is written. 0 for a role without an optimizer.
+    """
+    held = {amount.tag: amount.num_bytes for amount in occupant.amounts}
+    if Tag.OPTIMIZER not in held:
+        return 0
+    parallel = occupant.role.parallel
+    return held[Tag.OPTIMIZER] + -(-held[Tag.PARAMS] // (parallel.dp * parallel.cp))
+
+
+def plan_memory(
+    spaces: Sequence[PoolSpace], occupants: Sequence[Occupant], *, published_bytes: int, copies: bool = False
+) -> MemoryPlan:
+    """Rows and host bytes. `published_bytes` is the kept copy of the last published weights, once on every node; with `copies`
+    checkpoints are written from copies.
+    """
     together: dict[str, tuple[str, ...]] = {}
     for occupant in occupants:
         together[occupant.group] = (*together.get(occupant.group, ()), occupant.role.name)
@@ -172,15 +188,20 @@ def plan_memory(spaces: Sequence[PoolSpace], occupants: Sequence[Occupant], *, p
         capacity_bytes={space.name: space.device_bytes for space in spaces},
         reserve_bytes=max((space.reserve_bytes for space in spaces), default=0),
         host_bytes_per_node=max((_host_bytes(s, occupants, published_bytes) for s in spaces), default=0),
+        copied_bytes_per_node=max((_on_fullest_node(s, occupants, copied_bytes) for s in spaces if copies), default=0),
         together=tuple(together.values()),
         phases=phases_of(occupants),
     )
 
 
 def _host_bytes(space: PoolSpace, occupants: Sequence[Occupant], published_bytes: int) -> int:
+    is_used = any(o.role.pool == space.name for o in occupants)
+    return _on_fullest_node(space, occupants, parked_bytes) + (published_bytes if is_used else 0)
+
+
+def _on_fullest_node(space: PoolSpace, occupants: Sequence[Occupant], of_device: Callable[[Occupant], int]) -> int:
     mine = [o for o in occupants if o.role.pool == space.name]
-    parked = (sum(parked_bytes(o) * o.nodes.count(node) for o in mine) for node in range(len(space.nodes)))
-    return max(parked, default=0) + (published_bytes if mine else 0)
+    return max((sum(of_device(o) * o.nodes.count(node) for o in mine) for node in range(len(space.nodes))), default=0)
 
 
 def check_memory(space: PoolSpace, plan: MemoryPlan, occupants: Sequence[Occupant]) -> tuple[list[PlanError], list[str]]:
@@ -286,3 +307,9 @@ def _check_host(space: PoolSpace, plan: MemoryPlan) -> Iterator[PlanError]:
         yield PlanError(
             f"E252 pools.{space.name}: {text}", where=space.where, fix="raise the limit, or let roles stay resident"
         )
+    elif (used := plan.host_bytes_per_node + plan.copied_bytes_per_node) > space.node_bytes:
+        text = (
+            f"parked state, published weights and the copy of a checkpoint need {in_units(used)} a node,"
+            f" the node's memory is {in_units(space.node_bytes)}"
+        )
+        yield PlanError(f"E252 pools.{space.name}: {text}", where=space.where, fix="set checkpoint.asynchronous to false")

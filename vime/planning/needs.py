@@ -23,9 +23,10 @@ class PlanNeeds:
     the plan. `log_prob_passes` are forward passes of the trainer over a batch beside the one of its update; `updates_per_step`
     and `max_staleness` are those of the run; `filtered` is true where groups may be dropped and replaced.
 
-    `workers` are rollout worker processes. What the algorithm needs beside the actor: `needs_reference` log-probs of a frozen
-    reference, `needs_values` a critic, `needs_teacher` log-probs of a teacher. `models` are those of roles that hold another
-    model than the actor, by task.
+    `workers` are rollout worker processes. With `copies_checkpoints` a checkpoint is written from a copy in host memory, with
+    `returns_experts` engines tell the experts of every token. What the algorithm needs beside the actor: `needs_reference`
+    log-probs of a frozen reference, `needs_values` a critic, `needs_teacher` log-probs of a teacher. `models` are those of
+    roles that hold another model than the actor, by task.
     """
 
     dtype: str | None = None
@@ -46,6 +47,8 @@ class PlanNeeds:
     max_staleness: int = 0
     filtered: bool = False
     workers: int = 1
+    copies_checkpoints: bool = False
+    returns_experts: bool = False
     needs_reference: bool = False
     needs_values: bool = False
     needs_teacher: bool = False
@@ -101,6 +104,8 @@ def needs_from(config: Config) -> PlanNeeds:
         max_staleness=config.schedule.max_staleness,
         filtered=config.rollout.filter is not None,
         workers=config.rollout.workers,
+        copies_checkpoints=config.checkpoint.asynchronous,
+        returns_experts=config.trainer.routing_replay == "rollout",
         needs_reference="reference" in asked,
         needs_values="values" in asked,
         needs_teacher="teacher" in asked,

@@ -27,7 +27,8 @@ def weigh(
     """Memory of a candidate with these engine arguments: the plan, what does not fit, what nearly does not."""
     occupants = occupants_of(situation, candidate, engine_args)
     published = model_bytes(situation.model, situation.dtype) if situation.rollout else 0
-    plan = plan_memory(situation.spaces, occupants, published_bytes=published)
+    copies = situation.needs.copies_checkpoints
+    plan = plan_memory(situation.spaces, occupants, published_bytes=published, copies=copies)
     checked = [check_memory(space, plan, occupants) for space in situation.spaces]
     return plan, [e for errors, _ in checked for e in errors], [n for _, notes in checked for n in notes]
 

@@ -159,6 +159,9 @@ class MemoryRow:
 class MemoryPlan:
     """`capacity_bytes` is the memory of a device, by pool. `together` lists the roles that sit on the same devices.
 
+    Of the fullest node: `host_bytes_per_node` for parked state and published weights, and `copied_bytes_per_node` beside them
+    while a checkpoint is written.
+
     `phases` are in the order of a step: serving, scoring (of references, teachers and critics), training, updating. A role that
     takes turns with another one of its kind on the same devices has a phase of its own, such as `training critic`.
     """
@@ -167,6 +170,7 @@ class MemoryPlan:
     capacity_bytes: Mapping[str, int]
     reserve_bytes: int
     host_bytes_per_node: int
+    copied_bytes_per_node: int = field(default=0, kw_only=True)
     together: tuple[tuple[str, ...], ...] = ()
     phases: tuple[str, ...] = ("serving", "training", "updating")
 

@@ -28,7 +28,11 @@ def switches(plan: Plan) -> list[tuple[str, Estimate]]:
 
 
 def _leavers(plan: Plan) -> Iterator[tuple[str, str, MemoryBackend | NullMemory | EngineSleep]]:
-    """The roles on the actor's devices: each leaves them once a step, and comes back once."""
+    """The roles on the actor's devices: each leaves them once a step, and comes back once.
+
+    A critic has two turns, values and training. By the order of `vime.planning.amounts.TURNS` one follows the other, so that
+    between them nothing of it moves.
+    """
     yield plan.actor.role, plan.actor.pool, plan.actor.memory
     for other in plan.others:
         if plan.shares_actor(other):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from vime.cluster.trainer_role import MegatronTrainer, StepRules, data_parallel_
 from vime.errors import TrainerError
 from vime.facts.memory import Tag
 from vime.facts.process import Parallel
+from vime.planning.amounts import TURNS
 from vime.types import Batch, PromptId, Sample, SampleStatus, TrainSample, UpdateWork
 
 RULES = StepRules(max_tokens=64, updates_per_step=1, skip_flat=False, supervised=False, timeout_s=60.0)
@@ -47,6 +49,7 @@ class Ranks:
         self.size = parallel.devices
         self.trained: list[list[tuple[UpdateWork, ...]]] = []
         self.here: set[Tag] = set(Tag)
+        self.woken: Counter[Tag] = Counter()
 
     async def each(self, method: str, shares: Sequence[tuple[RankWork]], *, timeout_s: float | None = None) -> list[Any]:
         assert self.here >= ON_THE_DEVICE[method], f"{self.role} works while it is off the device"
@@ -66,6 +69,7 @@ class Ranks:
     async def all(self, method: str, *words: Any) -> list[Any]:
         if method in ("park", "wake"):
             change = set(words[0])
+            self.woken.update(change if method == "wake" else ())
             self.here = self.here - change if method == "park" else self.here | change
         return [{}] * self.size
 
@@ -179,22 +183,23 @@ async def test_who_shares_devices_takes_turns_and_the_others_work_side_by_side()
     assert {frozenset({"ref", "critic"}), frozenset({"critic", "actor"})} <= store.together
 
 
-async def test_on_parked_devices_whoever_works_is_there_alone() -> None:
+async def test_on_parked_devices_whoever_works_is_there_alone_and_comes_once_a_step() -> None:
     store = Store()
     frozen, trained = (Tag.PARAMS,), (Tag.PARAMS, Tag.GRADS, Tag.OPTIMIZER)
-    roles = {"ref": (Parallel(), 0, 0.0), "critic": (Parallel(), 0, 0.0), "actor": (Parallel(), 0, 0.0)}
-    _, links = team(store, **roles)
-    for role, ranks in links.items():
-        ranks.here = set(frozen if role == "ref" else trained)
-    ordered: Any = {role: links[role] for role in ("actor", "critic", "ref")}
-    memory = Parked(ordered, {}, lambda *_: None, tags={"actor": trained, "critic": trained, "ref": frozen})
-    tasks: Any = {"ref": "reference", "critic": "critic", "actor": "actor"}
-    members = Team([Member(role, tasks[role], ordered[role], Parallel()) for role in roles], memory)
+    tasks: Any = {"actor": "actor", "critic": "critic", "ref": "reference"}
+    tags = {"actor": trained, "critic": trained, "ref": frozen}
+    links: Any = {role: Ranks(store, role, Parallel()) for role in tasks}
+    for ranks in links.values():
+        ranks.here = set()
+    memory = Parked(links, {}, lambda *_: None, tags=tags, away=True)
+    turns = sorted(tasks, key=lambda role: TURNS.index(tasks[role]))
+    members = Team([Member(role, tasks[role], links[role], Parallel()) for role in turns], memory)
     for step in (1, 2):
         await trainer(members).step(batch(store, step=step))
         assert {role: ranks.here for role, ranks in links.items()} == {"ref": set(), "critic": set(), "actor": set(trained)}
         await memory.to_publish()
         await memory.to_serve()
+        assert {role: ranks.woken for role, ranks in links.items()} == {role: dict.fromkeys(tags[role], step) for role in tags}
     assert len(links["actor"].trained) == 2
 
 

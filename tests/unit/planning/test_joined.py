@@ -147,12 +147,14 @@ def test_masks_are_those_of_each_node(fake: Masked, second: list[str]) -> None:
 
 
 def test_an_engine_over_several_nodes_is_refused() -> None:
+    loaded = load_topology(topology({"nodes": 3}, actor=2, engines=1, pp=4))
     plan = make_plan(
-        load_topology(topology({"nodes": 3}, actor=2, engines=1, pp=4)),
+        loaded,
         model=TINY_MODEL,
         needs=PlanNeeds(vllm={"kv_cache_memory_bytes": 2**30}),
         platforms={"acme": FAKE},
         inventories={"p": tuple(FAKE.node(f"n{i}", 2) for i in range(3))},
     )
-    with pytest.raises(PlanError, match=r"E301 roles\.rollout: engine 0 would span n1, n2"):
-        check_engines(plan)
+    with pytest.raises(PlanError, match=r"E301 roles\.rollout\.parallel: engine 0 would span n1, n2") as caught:
+        check_engines(loaded, plan)
+    assert caught.value.where == loaded.where("roles", "rollout", "parallel")

@@ -20,6 +20,7 @@ from vime.facts.model import ModelShape
 from vime.facts.process import EnvMode, EnvValue, Slot
 from vime.facts.transports import Relation, Side
 from vime.planning.explain import explain_json, explain_text, slots_text, switches
+from vime.planning.explain_roles import engine_text
 from vime.planning.make import Here, make_plan
 from vime.planning.needs import PlanNeeds
 from vime.planning.plan import Plan
@@ -220,6 +221,18 @@ def test_environment_of_rules_and_user() -> None:
     assert "E261 rollout: A is '0' in the topology, but must be '1': needed" in error.what
     equal = {"A": EnvValue("1", "one communicator", scope="both_equal")}
     assert "E262" in error_of(topology(env={"engine": {"A": "0"}}), fake=FakePlatform(rules=equal)).what
+
+
+def test_what_both_sides_need_alike_for_a_transport_binds_where_it_is_chosen() -> None:
+    fake = FakePlatform(rules={"A": EnvValue("1", "one communicator", scope="both_equal", protocols=("collective",))})
+    env, edge = {"engine": {"A": "0"}}, {"from": "actor", "to": "rollout"}
+    shared = plan_of(topology(env=env), fake=fake)
+    assert shared.transport is not None
+    assert shared.transport.protocol == "device_ipc"
+    plan_of(topology(share=None, env=env, sync=[{**edge, "forbid": ["collective"]}]), fake=fake)
+    for wish in ({}, {"require": ["collective"]}):
+        error = error_of(topology(share=None, env=env, sync=[{**edge, **wish}]), fake=fake)
+        assert "E262 A is '1' for the trainer and '0' for the engine: one communicator" in error.what
 
 
 def test_limits() -> None:
@@ -599,3 +612,12 @@ def test_every_engine_argument_has_its_origin() -> None:
     assert "seed_cache" not in told
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.middleware is set by vime"):
         plan_of(topology(), model=TINY_MODEL, needs=replace(BOUNDED, vllm={"middleware": "x"}))
+
+
+def test_engines_that_tell_experts_are_shown_with_the_reason() -> None:
+    plan = plan_of(topology(), model=TINY_MODEL, needs=replace(BOUNDED, returns_experts=True))
+    (arg,) = [a for a in explain_json(plan)["engine"] if a["name"] == "enable_return_routed_experts"]
+    assert (arg["value"], arg["origin"]) == (True, "replay")
+    assert "needed by trainer.routing_replay" in "\n".join(engine_text(plan))
+    with pytest.raises(ConfigError, match=r"enable_return_routed_experts is set by vime\n  fix: use trainer\.routing_replay"):
+        plan_of(topology(), model=TINY_MODEL, needs=replace(BOUNDED, vllm={"enable_return_routed_experts": True}))

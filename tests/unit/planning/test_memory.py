@@ -197,6 +197,26 @@ def test_host_memory_of_parked_state_and_published_weights() -> None:
     assert check(replace(space, host_limit_bytes=153), occupants, published=100)[0] == []
 
 
+def test_the_copy_of_a_checkpoint_is_host_memory_beside_that() -> None:
+    """The optimizer's part of two ranks and one set of parameters; a limit of pinned memory does not bound it."""
+    space, (actor, rollout) = pair(parks=True)
+    space = replace(space, host_limit_bytes=400)
+    ranks = replace(actor, nodes=(0, 0), role=replace(ACTOR, parallel=Parallel(dp=2)), amounts=tens(HELD))
+    plan = plan_memory([space], [ranks, rollout], published_bytes=100, copies=True)
+    assert (plan.host_bytes_per_node, plan.copied_bytes_per_node) == (2 * 50 + 48 + 100, 2 * (40 + 5))
+    assert plan_memory([space], [ranks, rollout], published_bytes=100).copied_bytes_per_node == 0
+    assert check_memory(space, plan, [ranks, rollout])[0] == []
+    small = replace(space, nodes=(replace(space.nodes[0], memory_bytes=337),))
+    assert [str(error) for error in check_memory(small, plan, [ranks, rollout])[0]] == [
+        "t.yaml:3: E252 pools.p: parked state, published weights and the copy of a checkpoint need 338 B a node,"
+        " the node's memory is 337 B\n  fix: set checkpoint.asynchronous to false"
+    ]
+
+
+def tens(amounts: tuple[Amount, ...]) -> tuple[Amount, ...]:
+    return tuple(replace(amount, num_bytes=10 * amount.num_bytes) for amount in amounts)
+
+
 def test_slots_of_a_host_share_its_memory() -> None:
     """A slot's share may be exceeded while the host has room; what is parked stays in the host."""
     space, occupants = pair(parks=True, virtual=True)

@@ -194,7 +194,7 @@ def test_the_lines_that_a_refusal_gives_make_the_plan(name: str, needed: tuple[s
 
 def test_parked_roles_are_on_the_device_in_their_own_turn_only() -> None:
     plan = planned("critic", "ref")
-    assert plan.memory.phases == ("serving", "scoring critic", "scoring ref", "training critic", "training", "updating")
+    assert plan.memory.phases == ("serving", "scoring ref", "scoring critic", "training critic", "training", "updating")
     held = {phase: tags for phase, tags in by_phase(plan, "ref").items() if tags}
     assert held == {"scoring ref": {"params", "activations"}}
     held = {phase: tags for phase, tags in by_phase(plan, "critic").items() if tags}
