@@ -81,6 +81,7 @@ class Sample:
     `log_probs` are the sampler's, after temperature; `loss_mask` is 1 on trained tokens. Both are as long as
     `response_ids`. For supervised rows `log_probs` is empty and `reward` None. Samples of a group with the same `rollout` are
     parts of one rollout, which counts once in the loss and among its siblings; None: the sample is a whole one.
+    `routed_experts` as in `TrainSample`.
     """
 
     index: int
@@ -94,6 +95,7 @@ class Sample:
     text: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     rollout: int | None = None
+    routed_experts: ExpertIds | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,7 @@ async def launch(order: Order, recorder: Recorder, stack: AsyncExitStack) -> Sys
         run_id=keys.run_id,
         labels=labels(plan),
         unset=masked_out(plan),
+        store_bytes=setups.experts_bytes(config, plan),
     )
     stack.callback(session.close)
     await asyncio.to_thread(session.start)

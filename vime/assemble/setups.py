@@ -13,6 +13,7 @@ from vime.cluster.trainer_process import TransferSetup
 from vime.cluster.trainer_role import StepRules
 from vime.config.algorithms import PpoSection, SftSection, skips_flat_groups
 from vime.config.schema import Config
+from vime.data.routing import Routing
 from vime.facts.model import ModelShape
 from vime.facts.process import Factory
 from vime.observe import layout
@@ -183,6 +184,14 @@ def max_model_len(config: Config, plan: Plan) -> int:
     return min(plan.model.max_positions, config.data.max_prompt_tokens + longest)
 
 
+def experts_bytes(config: Config, plan: Plan) -> int:
+    """Of the ids of experts in the object store at most: of the batch in training, the next one, and those sampled ahead."""
+    if config.trainer.routing_replay != "rollout":
+        return 0
+    samples = config.rollout.batch_size * config.rollout.group_size * (config.schedule.max_staleness + 2)
+    return samples * max_model_len(config, plan) * Routing.of(plan.model).token_bytes
+
+
 def router_spec(config: Config, plan: Plan, keys: Keys) -> RouterSpec:
     return RouterSpec(
         log_path=config.run.dir / layout.LOGS / "router.log",
@@ -207,6 +216,7 @@ def worker_setups(config: Config, keys: Keys, *, sampled: bool) -> Sequence[Any]
         evaluation=config.evaluation.sets,
         api_key=keys.api_key,
         seeded=config.run.deterministic,
+        experts=config.trainer.routing_replay == "rollout",
         samples_file=config.run.dir / layout.SAMPLES,
         samples_per_step=config.observe.samples_per_step,
     )

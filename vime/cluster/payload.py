@@ -161,6 +161,7 @@ def resolve(
             group_lengths=address.group_lengths,
             group_weights=address.group_weights,
             rollout_tokens=address.rollout_tokens,
+            routed_experts=s.routed_experts,
         )
         found: dict[str, Any] = {name: rows[address.place] for name, rows in merged.items()}
         return replace(made, **found) if found else made

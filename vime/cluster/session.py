@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from vime.cluster import RAY_ENV
-from vime.cluster.guardian import guardian_command, kill_below
+from vime.cluster.guardian import SHARED_MEMORY, guardian_command, kill_below
 from vime.errors import PlacementError
 
 LOOPBACK = "127.0.0.1"
 PROCESS_LOGS = "ray"
 """Folder in a run's logs with what the processes of its local cluster printed."""
+
+STORE_BYTES = 128 << 20
+"""Of the object store, for references, samples' tokens and calls. What does not fit is spilled to disk."""
 
 PATIENCE_S = 20.0
 """For a head to end."""
@@ -46,7 +49,8 @@ class RaySession:
     """Starts or joins a cluster and connects this process to it.
 
     `resources` and `labels` are those of a local head. Variables in `unset` are taken out of this process and of the head.
-    With an `address` that cluster is used as it is; RAY_ADDRESS is not read.
+    `store_bytes` are what its object store needs beside control. With an `address` that cluster is used as it is; RAY_ADDRESS
+    is not read.
     """
 
     def __init__(
@@ -58,10 +62,12 @@ class RaySession:
         run_id: str,
         labels: Mapping[str, str] | None = None,
         unset: Sequence[str] = (),
+        store_bytes: int = 0,
     ) -> None:
         self._resources = dict(resources)
         self._labels = dict(labels or {})
         self._unset = tuple(unset)
+        self._store_bytes = store_bytes
         self._address = address
         self._log_dir = log_dir
         self._run_id = run_id
@@ -109,7 +115,7 @@ class RaySession:
             f"--dashboard-agent-listen-port={_free_port()}",
             f"--num-cpus={os.cpu_count() or 1}",
             *offered(self._resources, self._labels),
-            f"--object-store-memory={128 << 20}",
+            f"--object-store-memory={STORE_BYTES + min(self._store_bytes, shutil.disk_usage(SHARED_MEMORY).free // 2)}",
             f"--temp-dir={self._temp}",
             "--disable-usage-stats",
         ]

@@ -17,6 +17,8 @@ HOMES: Mapping[str, str] = {
     "eval-temperature": "as above",
     "eval-top-p": "as above",
     "eval-top-k": "as above",
+    "use-routing-replay": "`trainer.routing_replay: trainer`",
+    "use-rollout-routing-replay": "`trainer.routing_replay: rollout`, also beside the flag above",
     "loss-type": "`policy_loss`, `sft_loss` (`algorithm.kind: sft`) or `custom_loss`",
     "advantage-estimator": "`algorithm.kind`; ppo adds a critic to the topology, with the actor's optimizer settings",
     "disable-compute-advantages-and-returns": "accepted with `--loss-type sft_loss`",
@@ -88,7 +90,8 @@ def _sections() -> Iterator[str]:
     direct = {name: flag for name, flag in table.FLAGS.items() if name not in table.OWN}
     yield from _table("One key each", {name: _home(flag) for name, flag in direct.items()})
     yield from _table("Of vime's own", {name: _home(flag) for name, flag in own.items()})
-    for title, names in (("Algorithm", ALGORITHM), ("Batches and evaluation", table.COMBINED), ("Topology", table.CLUSTER)):
+    together = {"Algorithm": ALGORITHM, "Batches, evaluation, routing replay": table.COMBINED, "Topology": table.CLUSTER}
+    for title, names in together.items():
         yield from _table(title, {name: HOMES[name] for name in names})
     yield from _table("One value only", {name: _only(known) for name, known in table.ONLY_VALUES.items()})
     yield from ("## Passed on", "", "| flag | goes to |", "|---|---|")

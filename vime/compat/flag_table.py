@@ -142,6 +142,8 @@ COMBINED: Mapping[str, int | str] = {
     "eval-temperature": 1,
     "eval-top-p": 1,
     "eval-top-k": 1,
+    "use-routing-replay": 0,
+    "use-rollout-routing-replay": 0,
 }
 """Flags that share a home with others, or say it in other numbers."""
 

@@ -170,7 +170,7 @@ class _Tree:
     def combine(self, given: Sequence[Given]) -> None:
         """Flags that make sense only together."""
         by_name = {flag.name: flag for flag in given if flag.words or _plain_arity(flag.name) == 0}
-        for step in (_betas, _clip, _updates, _evaluation, _algorithm, _critic):
+        for step in (_betas, _clip, _updates, _replay, _evaluation, _algorithm, _critic):
             for path, value, flag in step(by_name, self):
                 self.set(path, value, flag)
         self._topology(by_name)
@@ -266,6 +266,14 @@ def _updates(given: Mapping[str, Given], tree: _Tree) -> _Set:
         tree.fail(flag, what, f"use a divisor of {groups * each}")
     else:
         yield "trainer.updates_per_step", str(groups * each // wanted), flag
+
+
+def _replay(given: Mapping[str, Given], tree: _Tree) -> _Set:
+    """The engine's experts go before those of the trainer's own pass."""
+    for name, value in (("use-rollout-routing-replay", "rollout"), ("use-routing-replay", "trainer")):
+        if name in given:
+            yield "trainer.routing_replay", value, given[name]
+            return
 
 
 def _algorithm(given: Mapping[str, Given], tree: _Tree) -> _Set:

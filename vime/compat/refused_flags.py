@@ -51,9 +51,8 @@ _BY_ANSWER: Mapping[str, str] = {
     "write the advantage: --custom-advantage-function-path package.module.function": "disable-rewards-normalization",
     "write a grader, and give it as --custom-rm-path module:callable": "custom-reward-post-process-path",
     "entropy is a metric of every update: leave it out": "use-rollout-entropy",
-    "there is no routing replay yet; leave it out": """
-        use-routing-replay use-rollout-routing-replay rollout-routed-experts-store-dir
-        routing-replay-prefetch-microbatches keep-rollout-routed-experts-files""",
+    "experts of tokens travel with the samples in Ray's object store, which spills to disk by itself: leave it out": """
+        rollout-routed-experts-store-dir routing-replay-prefetch-microbatches keep-rollout-routed-experts-files""",
     # rollout, data, reward
     "unfinished groups are not put back; train_async.py with --in-flight-updates lets them run on over an update": """
         partial-rollout mask-offpolicy-in-partial-rollout""",

@@ -48,6 +48,7 @@ VLLM_OWNED: Mapping[str, str] = {
     "api_key": "vime makes a key for its own processes",
     "config": "write the arguments into `rollout.vllm`",
     "enable_sleep_mode": "use `share` in the topology",
+    "enable_return_routed_experts": "use `trainer.routing_replay: rollout`",
     "enable_scale_out": "vime sets it in every release that has it",
     "tokens_only": "vime always talks in tokens",
     "logprobs_mode": "vime always asks for processed log-probs: raw ones ignore the temperature",

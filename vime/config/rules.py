@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
-from vime.config.algorithms import GROUP_BASELINES, PolicySection, needs_of
+from vime.config.algorithms import GROUP_BASELINES, PolicySection, log_prob_passes, needs_of
 from vime.config.schema import Config
 from vime.errors import ConfigError, VimeError
 from vime.topology.findings import Finding
@@ -18,7 +18,8 @@ def check(config: Config, tree: Node) -> tuple[list[VimeError], tuple[Finding, .
     """Errors and warnings of a configuration whose keys are each valid by themselves."""
     errors: list[VimeError] = [
         ConfigError(what, where=_where(tree, path), fix=fix)
-        for path, what, fix in (*_batch(config), *_lengths(config), *_support(config), *_sets(config), *_models(config))
+        for rule in (_batch, _lengths, _support, _sets, _models, _replay)
+        for path, what, fix in rule(config)
     ]
     given = _given(tree)
     warnings = tuple(Finding(what, _where(tree, path), fix) for path, what, fix in (*_inert(config, given), *_advice(config)))
@@ -120,6 +121,12 @@ def _models(config: Config) -> Iterator[Said]:
         yield "model", what, "set model.teacher to a Hugging Face folder with the same vocabulary"
 
 
+def _replay(config: Config) -> Iterator[Said]:
+    if config.algorithm.kind == "sft" and config.trainer.routing_replay == "rollout":
+        what = "`trainer.routing_replay: rollout` takes the experts of an engine, and algorithm.kind sft has none"
+        yield "trainer.routing_replay", what, "leave trainer.routing_replay out"
+
+
 def _written(given: AbstractSet[str], *paths: str) -> list[str]:
     return [path for path in paths if path in given]
 
@@ -147,6 +154,11 @@ def _inert(config: Config, given: AbstractSet[str]) -> Iterator[Said]:
     if isinstance(config.algorithm, PolicySection):
         longest = config.rollout.sampling.max_response_tokens
         yield from _inert_algorithm(config.algorithm, given, max_response_tokens=longest)
+    trainer = config.trainer
+    if trainer.routing_replay == "trainer" and not log_prob_passes(config.algorithm, updates_per_step=trainer.updates_per_step):
+        why = "no pass for old log-probs goes before an update, so there are no experts to repeat"
+        fix = "leave it out, or set algorithm.old_log_probs to recompute and trainer.updates_per_step above 1"
+        yield from _one(_written(given, "trainer.routing_replay"), why, fix)
     needs = needs_of(config.algorithm)
     unused = [f"model.{key}" for key, need in MODELS.items() if need not in needs]
     yield from _one(_written(given, *unused), "the algorithm does not use this model", "remove it")

@@ -21,8 +21,9 @@ class RunSection(Section):
     seed: NonNegative = Field(default=0, description="Seeds shuffling, sampling and initialisation.")
     deterministic: bool = Field(
         default=True,
-        description="Derive each sampling seed from (seed, prompt, sample, attempt). Runs are equal bit for bit only at"
-        " max_staleness 0; above it, which weights sample which token depends on time.",
+        description="Derive each sampling seed from (seed, prompt, sample, attempt), and ask the platform for operations that"
+        " repeat. Runs are equal bit for bit only at max_staleness 0; above it, which weights sample which token depends on"
+        " time.",
     )
 
 
@@ -135,6 +136,11 @@ class TrainerSection(Section):
         default="auto", description="Of activations in the backward pass; auto: the least that fits, by the plan."
     )
     freeze_router: bool = Field(default=False, description="Train no router of a mixture of experts.")
+    routing_replay: Literal["none", "trainer", "rollout"] = Field(
+        default="none",
+        description="Experts of the update's passes. none: each pass chooses. trainer: those that the pass for old log-probs"
+        " chose. rollout: those that the engine chose, also in the pass for old log-probs.",
+    )
     overlap: bool = Field(
         default=False, description="Reduce gradients during the backward pass, gather parameters during the next forward pass."
     )

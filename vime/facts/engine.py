@@ -15,6 +15,8 @@ WITHDRAWN_STATUS = 410
 """Of an answer that weights sampled which a probe refused. A router does not try such a request again."""
 ANSWER_KEY, FLAT_ANSWER = "vime_answer", "flat"
 """What a request's `sampling_params.extra_args` says to get plain lists of log-probs from a server with vime's gate."""
+EXPERTS_KEY = "vime_routed_experts"
+"""What it says beside `ANSWER_KEY` where such an answer must carry the experts of every token."""
 NEEDED_ROUTES = frozenset(
     {TOKEN_ROUTE, "/pause", "/resume", "/abort_requests", "/is_paused", "/get_world_size", "/collective_rpc"}
 )

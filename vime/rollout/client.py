@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from vime.data.routing import Ids, decode_ids
 from vime.errors import DeadlineError, EngineError
-from vime.facts.engine import ANSWER_KEY, FLAT_ANSWER, TOKEN_ROUTE
+from vime.facts.engine import ANSWER_KEY, EXPERTS_KEY, FLAT_ANSWER, TOKEN_ROUTE
 from vime.types import PolicyVersion, SampleStatus, VersionSpan
 from vime.weights.answers import error_text
 
@@ -37,7 +38,10 @@ class RetryableError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One response. `log_probs` are the sampler's (after temperature), one a token, the end-of-sequence token included."""
+    """One response. `log_probs` are the sampler's (after temperature), one a token, the end-of-sequence token included.
+
+    `routed_experts` [prompt and response tokens - 1, layers, top_k] are the engine's rows, where they were asked for and came.
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -45,6 +49,7 @@ class Completion:
     finish: SampleStatus
     version_labels: tuple[tuple[str, int, int], ...] = ()
     """(engine's label, start, end) of response tokens; the label is no policy version before the first publication."""
+    routed_experts: Ids | None = field(default=None, compare=False)
 
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
@@ -99,12 +104,13 @@ class GenerateClient:
         request_id: str | None = None,
         session_id: str | None = None,
     ) -> Generation:
-        """Sample `n` responses; response j uses `seed` + j.
+        """Sample `n` responses; response j uses `seed` + j. `params` are those of `vime.rollout.sampling.sampling_params`.
 
         Raises:
             RetryableError: no engine could be reached, or the router has none to give.
             DeadlineError: no answer within `timeout_s`.
             EngineError: the engine refused the request (its own message), or answered without a log-prob for each token.
+            RolloutError: what came as experts is no array of ids.
         """
         extra_args = {**(params.get("extra_args") or {}), ANSWER_KEY: FLAT_ANSWER}
         sampling = {**WHOLE_ANSWER, **params, "n": n, "extra_args": extra_args}
@@ -117,7 +123,7 @@ class GenerateClient:
             body["request_id"] = request_id
         headers = {SESSION_HEADER: session_id} if session_id is not None else None
         answer = await self._post(GENERATE_ROUTE, body, headers)
-        return parse_generation(answer, n=n, where=self.base_url)
+        return parse_generation(answer, n=n, where=self.base_url, experts=EXPERTS_KEY in extra_args)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -163,10 +169,14 @@ class GenerateClient:
         return self._session
 
 
-def parse_generation(answer: Any, *, n: int, where: str = "engine") -> Generation:
-    """Read the generate route's JSON. Raises EngineError where a choice or a log-prob is missing: zeros would train."""
+def parse_generation(answer: Any, *, n: int, where: str = "engine", experts: bool = False) -> Generation:
+    """Read the generate route's JSON, ids of experts only with `experts`.
+
+    Raises EngineError where a choice or a log-prob is missing (zeros would train), RolloutError for ids that cannot be read.
+    """
     try:
-        choices = tuple(sorted((_completion(choice, where) for choice in answer["choices"]), key=lambda c: c.index))
+        found = [_completion(choice, where, experts=experts) for choice in answer["choices"]]
+        choices = tuple(sorted(found, key=lambda completion: completion.index))
         request_id = str(answer.get("request_id", ""))
     except (KeyError, TypeError, AttributeError) as error:
         raise EngineError(f"the answer has another shape than expected: {error!r}", where=where) from error
@@ -175,7 +185,7 @@ def parse_generation(answer: Any, *, n: int, where: str = "engine") -> Generatio
     return Generation(request_id, choices)
 
 
-def _completion(choice: Mapping[str, Any], where: str) -> Completion:
+def _completion(choice: Mapping[str, Any], where: str, *, experts: bool) -> Completion:
     token_ids = tuple(choice["token_ids"])
     log_probs = tuple(choice["log_probs"] if "log_probs" in choice else _server_log_probs(choice))
     bad = [value for value in log_probs if value is None or value == _NO_LOG_PROB or not math.isfinite(value)]
@@ -186,12 +196,14 @@ def _completion(choice: Mapping[str, Any], where: str) -> Completion:
             fix="the engine must run with logprobs_mode processed_logprobs and finite logits",
         )
     spans = choice.get("weight_versions") or ()
+    rows = choice.get("routed_experts") if experts else None
     return Completion(
         index=choice["index"],
         token_ids=token_ids,
         log_probs=log_probs,
         finish=_FINISH.get(choice["finish_reason"], SampleStatus.FAILED),
         version_labels=tuple((str(span["version"]), span["start"], span["end"]) for span in spans),
+        routed_experts=None if rows is None else decode_ids(rows),
     )
 
 

@@ -6,13 +6,15 @@ import hashlib
 from typing import Any
 
 from vime.config.schema import SamplingSection
+from vime.facts.engine import EXPERTS_KEY
 
 _ATTEMPTS = 64
 _SEED_LIMIT = 2**62
 
 
-def sampling_params(section: SamplingSection) -> dict[str, Any]:
-    """The engine's `sampling_params` for token-in, token-out requests that report the sampled tokens' log-probs.
+def sampling_params(section: SamplingSection, *, experts: bool = False) -> dict[str, Any]:
+    """The engine's `sampling_params` for token-in, token-out requests that report the sampled tokens' log-probs, with
+    `experts` also the experts of every token.
 
     `n`, `seed` and, for resumed samples, a smaller `max_tokens` are the request's own.
     """
@@ -26,6 +28,8 @@ def sampling_params(section: SamplingSection) -> dict[str, Any]:
     }
     if section.stop_token_ids:
         params["stop_token_ids"] = list(section.stop_token_ids)
+    if experts:
+        params["extra_args"] = {EXPERTS_KEY: True}
     return params
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from vime.config.schema import DataSection, EvaluationSet, RewardSection, RolloutSection, SamplingSection
 from vime.data.prompts import PromptTable, read_prompts
-from vime.errors import RolloutError, VimeError
+from vime.data.routing import Ids, Routing
+from vime.errors import EngineError, RolloutError, VimeError
+from vime.models.registry import read_shape
 from vime.observe.samples import SamplesFile, SampleText
 from vime.rewards.workers import GradeJob, GraderPool
 from vime.rollout.client import Completion, GenerateClient, Generation, RetryableError
@@ -26,7 +29,8 @@ LINGER_S = 0.03
 class WorkerSetup:
     """Everything a rollout worker needs to know.
 
-    With `seeded` every request has a seed of its own. `samples_file` None: no samples are kept for reading.
+    With `seeded` every request has a seed of its own. With `experts` samples carry the experts that the engine sent their
+    tokens to. `samples_file` None: no samples are kept for reading.
     """
 
     seed: int
@@ -37,6 +41,7 @@ class WorkerSetup:
     evaluation: tuple[EvaluationSet, ...] = ()
     api_key: str | None = None
     seeded: bool = True
+    experts: bool = False
     samples_file: Path | None = None
     samples_per_step: int = 0
 
@@ -86,12 +91,13 @@ class RolloutWorker:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._turns = Turns()
-        self._done: asyncio.Queue[Outcome] = asyncio.Queue()
+        self._done: asyncio.Queue[Outcome | RolloutError] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._filter: Filter | None = load_filter(setup.rollout.filter)
         self._client: GenerateClient | None = None
         self._sets: dict[str, PromptTable] = {}
         self._samples: SamplesFile | None = None
+        self._routing = Routing.of(read_shape(setup.model_path)) if setup.experts else None
 
     async def start(self) -> WorkerInfo:
         """Read the data and start the graders. Raises DataError or RewardError."""
@@ -123,11 +129,15 @@ class RolloutWorker:
             task.add_done_callback(self._tasks.discard)
 
     async def finished(self) -> tuple[Outcome, ...]:
-        """Wait for at least one outcome and return all there are."""
-        first = await self._done.get()
+        """Wait for at least one outcome and return all there are. Raises RolloutError where sampling again is of no use."""
+        found = [await self._done.get()]
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=LINGER_S)
-        return (first, *(self._done.get_nowait() for _ in range(self._done.qsize())))
+        found += [self._done.get_nowait() for _ in range(self._done.qsize())]
+        for error in found:
+            if isinstance(error, RolloutError):
+                raise error
+        return tuple(one for one in found if isinstance(one, Outcome))
 
     async def pause(self) -> None:
         """Return once running requests have finished; new ones wait until `resume`."""
@@ -150,7 +160,9 @@ class RolloutWorker:
 
     async def _run_group(self, prompt_id: PromptId) -> None:
         try:
-            outcome = await self._sample_group(prompt_id)
+            outcome: Outcome | RolloutError = await self._sample_group(prompt_id)
+        except RolloutError as error:
+            outcome = error
         except VimeError as error:
             outcome = Outcome(prompt_id, failure=str(error))
         self._done.put_nowait(outcome)
@@ -160,10 +172,13 @@ class RolloutWorker:
         size = rollout.group_size
         seeded = self._setup.seeded
         seed = seed_for(self._setup.seed, prompt_id.group, prompt_id.attempt, group_size=size) if seeded else None
-        generation = await self._generate(prompt, rollout.sampling, n=size, seed=seed, request_id=f"g{prompt_id.group}")
+        params = sampling_params(rollout.sampling, experts=self._routing is not None)
+        generation = await self._generate(prompt, params, n=size, seed=seed, request_id=f"g{prompt_id.group}")
         if any(choice.finish is SampleStatus.ABORTED for choice in generation.choices):
             # What the response would have become is unknown: neither its tokens nor a reward for them may be trained.
             return Outcome(prompt_id, failure="a response was ended from outside before it was whole")
+        if self._routing is not None:
+            _require_experts(generation)
         samples, counts = await self._score(prompt, generation)
         if len(samples) < size:
             return Outcome(prompt_id, dropped="unscored_sample", counts=counts)
@@ -172,14 +187,13 @@ class RolloutWorker:
         return Outcome(prompt_id, samples, dropped=reason, counts=counts)
 
     async def _generate(
-        self, prompt: Prompt, sampling: SamplingSection, *, n: int, seed: int | None, request_id: str
+        self, prompt: Prompt, params: Mapping[str, Any], *, n: int, seed: int | None, request_id: str
     ) -> Generation:
         """One request, retried while its engine is away. The turn is held per try, so a pause is not held up by a retry."""
         if self._client is None:
             raise RolloutError(
                 "the rollout worker has no router to send to", fix="this is a fault in vime: connect() comes first"
             )
-        params = sampling_params(sampling)
         for attempt in range(self._setup.rollout.max_retries + 1):
             try:
                 async with self._turns.rollout():
@@ -219,7 +233,14 @@ class RolloutWorker:
             status=choice.finish,
             versions=choice.spans,
             text=self._tokenizer.decode(choice.token_ids),
+            routed_experts=self._experts(prompt, choice),
         )
+
+    def _experts(self, prompt: Prompt, choice: Completion) -> Ids | None:
+        """Rows of every token of a sample, None in evaluations. Raises RolloutError for rows that are not this sample's."""
+        if self._routing is None or choice.routed_experts is None:
+            return None
+        return self._routing.align(choice.routed_experts, tokens=len(prompt.token_ids) + len(choice.token_ids))
 
     def _keep_for_reading(self, prompt_id: PromptId, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """Without drops, group g belongs to step g // batch_size + 1; the first few of each step are kept."""
@@ -253,5 +274,19 @@ class RolloutWorker:
         self, row: Prompt, sampling: SamplingSection, mode: str
     ) -> tuple[tuple[Sample, ...], dict[str, float]]:
         seed = None if mode == "greedy" else seed_for(self._setup.seed, row.row, 0, group_size=1)
-        generation = await self._generate(row, sampling, n=1, seed=seed, request_id=f"e-{mode}-{row.row}")
+        params = sampling_params(sampling)
+        generation = await self._generate(row, params, n=1, seed=seed, request_id=f"e-{mode}-{row.row}")
         return await self._score(row, generation)
+
+
+def _require_experts(generation: Generation) -> None:
+    """Raise RolloutError where a response lacks its experts, EngineError for one that the engine could not finish."""
+    for choice in generation.choices:
+        if choice.routed_experts is not None:
+            continue
+        if choice.finish is SampleStatus.FAILED:
+            raise EngineError("the engine could not finish a response")
+        raise RolloutError(
+            "`trainer.routing_replay: rollout` needs the experts of every token, and the engine answered without them",
+            fix="use a vLLM whose enable_return_routed_experts works on this platform, or trainer.routing_replay: trainer",
+        )

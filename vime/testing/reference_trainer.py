@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +26,7 @@ class ReferenceTrainer:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        self.weights = dict(self.model.named_parameters())
+        self.weights = dict(_as_published(self.model.named_parameters()))
         self.manifest = build_manifest((name, "float32", p.shape) for name, p in self.weights.items())
         self.half = half_for(self.manifest)
         self.streams = self.half.streams
@@ -82,6 +82,19 @@ class ReferenceTrainer:
     def close(self) -> None:
         self._rank.shutdown(wait=True, cancel_futures=True)
         self.half.close()
+
+
+def _as_published(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters by the names of a folder, where experts' matrices are apart; those are views of what transformers joins."""
+    for name, param in named:
+        stem, _, kind = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            yield name, param
+            continue
+        for index, matrix in enumerate(param.detach()):
+            parts = ["down_proj"] if kind == "down_proj" else ["gate_proj", "up_proj"]
+            for part, values in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{stem}.{index}.{part}.weight", values
 
 
 class SpoilingWorker:

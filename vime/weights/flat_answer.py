@@ -11,11 +11,12 @@ knows) is left to the server.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vime.facts.engine import ANSWER_KEY, FLAT_ANSWER
+from vime.facts.engine import ANSWER_KEY, EXPERTS_KEY, FLAT_ANSWER
 from vime.weights.asgi import Receive
 
 _KNOWN = frozenset({"token_ids", "sampling_params", "request_id"})
@@ -23,7 +24,10 @@ _CLIENT_LEFT = 499
 
 
 def flat_request(body: bytes) -> Mapping[str, Any] | None:
-    """The request, where it asks for a flat answer and nothing else that only the server knows; its mark is taken out."""
+    """The request, where it asks for a flat answer and nothing else that only the server knows.
+
+    Its marks are taken out of `sampling_params`; that for experts stays, beside them.
+    """
     if ANSWER_KEY.encode() not in body:
         return None
     try:
@@ -31,6 +35,7 @@ def flat_request(body: bytes) -> Mapping[str, Any] | None:
         sampling = dict(request["sampling_params"])
         extra = dict(sampling.pop("extra_args"))
         wanted = extra.pop(ANSWER_KEY) == FLAT_ANSWER
+        experts = bool(extra.pop(EXPERTS_KEY, False))
     except (ValueError, KeyError, TypeError):
         return None
     # A router adds `"stream": false`.
@@ -43,7 +48,7 @@ def flat_request(body: bytes) -> Mapping[str, Any] | None:
         return None
     if extra:
         sampling["extra_args"] = extra
-    return {**request, "sampling_params": sampling}
+    return {**request, "sampling_params": sampling, EXPERTS_KEY: experts}
 
 
 async def answer_flat(
@@ -62,7 +67,7 @@ async def answer_flat(
         await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return _CLIENT_LEFT, b""
-        return 200, _encoded(str(request.get("request_id") or ""), work.result(), version())
+        return 200, _encoded(request, work.result(), version())
     except Exception as error:  # noqa: BLE001 (whatever the engine raises becomes the answer, as the server does it)
         if isinstance(error, _refusals()):
             return None
@@ -107,11 +112,24 @@ async def _final(client: Any, request: Mapping[str, Any]) -> Any:
     return final
 
 
-def _encoded(request_id: str, final: Any, version: str | None) -> bytes:
+def _encoded(request: Mapping[str, Any], final: Any, version: str | None) -> bytes:
     import msgspec
 
     choices = [_choice(output, version) for output in final.outputs]
-    return msgspec.json.encode({"request_id": request_id, "choices": choices})
+    if request[EXPERTS_KEY]:
+        for choice, output in zip(choices, final.outputs, strict=True):
+            rows = getattr(output, "routed_experts", None)
+            # Bytes become base64 in JSON: the form in which the server answers too.
+            choice["routed_experts"] = None if rows is None else _npy(rows)
+    return msgspec.json.encode({"request_id": str(request.get("request_id") or ""), "choices": choices})
+
+
+def _npy(array: Any) -> bytes:
+    import numpy as np
+
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
 
 
 def _choice(output: Any, version: str | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from vime.assemble.setups import (
     devices_of,
     engine_bytes,
     engine_specs,
+    experts_bytes,
     model_folder,
     sleep_level,
     step_rules,
@@ -99,6 +100,15 @@ def test_what_the_plan_recomputes_reaches_every_rank(config: Config) -> None:
         plan = replace(plan_of(Board()), recompute=recompute)
         assert {s.trainer.recompute for s in ranks_of(config, plan)} == {recompute}
     assert {s.trainer.optimizer for s in ranks_of(config, plan)} == {config.trainer.optimizer}
+
+
+def test_the_object_store_has_room_for_the_experts_of_all_batches(config: Config) -> None:
+    plan = replace(plan_of(Board()), model=replace(TINY_MODEL, layers=3, dense_layers=1, experts=8, experts_per_token=2))
+    assert experts_bytes(config, plan) == 0
+    longest = config.data.model_copy(update={"max_prompt_tokens": 44})
+    trainer = config.trainer.model_copy(update={"routing_replay": "rollout"})
+    replaying = config.model_copy(update={"data": longest, "trainer": trainer})
+    assert experts_bytes(replaying, plan) == 2 * 32 * 8 * (44 + 256) * 2 * 2
 
 
 def test_an_engine_s_bytes_of_one_tag_are_added_up() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from vime.cluster.payload import GroupPayload, group_info, oldest_version, rank_work, resolve
 from vime.cluster.trainer_role import data_parallel_rank
 from vime.facts.process import Parallel
@@ -31,6 +33,17 @@ def test_each_rank_fetches_only_its_bundles_and_gets_its_own_rewards() -> None:
         [((7, 0), 3.0, (3.0,))],
         [((7, 0), 0.5, (0.5, 0.25))],
     ]
+
+
+def test_the_experts_of_a_sample_s_tokens_arrive_with_it() -> None:
+    ids = np.arange(12, dtype=np.uint8).reshape(4, 3, 1)
+    samples = (replace(sample(0, 1.0), routed_experts=ids), sample(1, 0.0))
+    group = group_info(samples, prompt=PromptId(0, 0, 0), payload=GroupPayload("ref", 0))
+    plan = UpdatePlan((((SampleRef(0, 1), SampleRef(0, 0)),),), 2, 4)
+    (work,) = resolve(rank_work([group], [plan], rank=0), [(samples,)])
+    plain, routed = work.micro_batches[0]
+    assert plain.routed_experts is None
+    assert routed.routed_experts is ids
 
 
 def test_the_oldest_version_is_that_of_a_trained_token() -> None:

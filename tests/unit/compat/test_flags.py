@@ -401,6 +401,19 @@ def test_a_given_topology_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "replay"),
+    [
+        ("--use-routing-replay", "trainer"),
+        ("--use-rollout-routing-replay", "rollout"),
+        ("--use-routing-replay --use-rollout-routing-replay", "rollout"),
+    ],
+)
+def test_routing_replay(words: str, replay: str) -> None:
+    assert values(words)["trainer"]["routing_replay"] == replay
+    assert "Ray's object store" in errors(f"{words} --rollout-routed-experts-store-dir /data")[0]
+
+
+@pytest.mark.parametrize(
     ("words", "residency"),
     [("", "auto"), ("--offload", "park"), ("--no-offload-train", "resident"), ("--offload-rollout", "park")],
 )

@@ -214,6 +214,25 @@ def test_evaluation_without_sets_and_reward_of_sft_are_inert(load: Load) -> None
     assert warning.what.startswith("`reward`, `rollout.order` have no effect")
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "grpo, old_log_probs: recompute", "sft"])
+def test_experts_of_a_pass_that_is_not_made_have_no_effect(load: Load, algorithm: str) -> None:
+    """The first update's own forward pass gives the old log-probs."""
+    (warning,) = load(f"trainer: {{routing_replay: trainer}}\nalgorithm: {{kind: {algorithm}}}\n").warnings
+    assert warning.what.startswith("`trainer.routing_replay` has no effect: no pass for old log-probs")
+    assert (warning.where or "").endswith("run.yaml:5")
+
+
+def test_experts_that_can_be_replayed_need_no_words(load: Load) -> None:
+    several = "trainer: {routing_replay: trainer, updates_per_step: 2}\nalgorithm: {old_log_probs: recompute}\n"
+    assert load(several).warnings == ()
+    assert load("trainer: {routing_replay: rollout}\n").warnings == ()
+
+
+def test_supervised_rows_have_no_engine_s_experts(load: Load) -> None:
+    (said,) = messages(load, "algorithm: {kind: sft}\ntrainer: {routing_replay: rollout}\n")
+    assert said.startswith("run.yaml:6: `trainer.routing_replay: rollout` takes the experts of an engine")
+
+
 def test_a_group_of_one_learns_nothing(load: Load) -> None:
     (warning,) = load("rollout: {group_size: 1}\n").warnings
     assert "advantage 0" in warning.what

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from vime.data.routing import align_ids, check_ids, continue_ids, cyclic_ids, decode_ids
-from vime.errors import TrainerError
+from vime.data.routing import Routing, align_ids, check_ids, continue_ids, cyclic_ids, decode_ids
+from vime.errors import RolloutError, TrainerError
+from vime.testing.platforms import TINY_MODEL
 
 
 def rows(count: int, *, layers: int = 3, top_k: int = 2, experts: int = 8, seed: int = 0) -> np.ndarray:
@@ -32,7 +34,7 @@ def test_an_answer_survives_its_encoding() -> None:
     "text", ["?", "", encoded(np.zeros((2, 2))), encoded(np.zeros((2, 2, 2))), encoded(np.array([None]))[:-4]]
 )
 def test_what_is_no_array_of_ids_is_refused(text: str) -> None:
-    with pytest.raises(TrainerError, match=r"expert ids"):
+    with pytest.raises(RolloutError, match=r"expert ids"):
         decode_ids(text)
 
 
@@ -54,6 +56,19 @@ def test_layers_without_experts_are_left_out() -> None:
         align_ids(ids, tokens=5, moe_layers=(0, 1, 2), experts=8)
     with pytest.raises(TrainerError, match="layer 3"):
         align_ids(ids, tokens=5, moe_layers=(1, 3), experts=8)
+
+
+def test_a_model_says_which_rows_its_samples_carry() -> None:
+    model = replace(TINY_MODEL, layers=3, dense_layers=1, experts=8, experts_per_token=2)
+    routing = Routing.of(model)
+    assert (routing, routing.token_bytes) == (Routing((1, 2), 8, 2), 4)
+    assert Routing.of(replace(model, experts=300)).token_bytes == 8
+    assert Routing.of(TINY_MODEL).moe_layers == ()
+    aligned = routing.align(rows(4).astype(np.int32), tokens=5)
+    assert (aligned.shape, aligned.dtype) == ((5, 2, 2), np.uint8)
+    for wrong, what in [(rows(4, top_k=3), "3 experts for each token"), (rows(5), "for 5 tokens"), (rows(4) * 9, "8 experts")]:
+        with pytest.raises(RolloutError, match=what):
+            routing.align(wrong, tokens=5)
 
 
 def test_ids_of_another_model_are_refused() -> None:

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
-from vime.errors import DeadlineError, EngineError
+from vime.config.schema import SamplingSection
+from vime.errors import DeadlineError, EngineError, RolloutError
 from vime.rollout.client import WHOLE_ANSWER, Completion, GenerateClient, RetryableError, parse_generation
+from vime.rollout.sampling import sampling_params
 from vime.types import PolicyVersion, SampleStatus, VersionSpan
 
 PARAMS = {"temperature": 1.0, "max_tokens": 4, "logprobs": 0, "detokenize": False}
@@ -122,6 +127,37 @@ def test_an_abort_before_the_first_token_is_an_empty_response() -> None:
 def test_a_token_without_a_log_prob_is_an_error(bad: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="tokens came with"):
         parse_generation(answer(bad), n=1)
+
+
+async def test_experts_are_read_where_they_were_asked_for() -> None:
+    rows, seen = np.arange(12, dtype=np.uint8).reshape(3, 2, 2), list[Any]()
+    file = io.BytesIO()
+    np.save(file, rows)
+    text = base64.b64encode(file.getvalue()).decode()
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((await request.json())["sampling_params"]["extra_args"])
+        return web.json_response(answer(choice(0, [7], [-0.5], routed_experts=text)))
+
+    async with serving(handler) as url, GenerateClient(url, timeout_s=5) as client:
+        asked, unasked = [
+            await client.generate((5, 6), params=sampling_params(SamplingSection(), experts=experts))
+            for experts in (True, False)
+        ]
+    assert seen == [{"vime_answer": "flat", "vime_routed_experts": True}, {"vime_answer": "flat"}]
+    np.testing.assert_array_equal(asked.choices[0].routed_experts, rows)
+    assert unasked.choices[0].routed_experts is None
+
+
+def test_an_abort_before_the_first_token_has_no_experts() -> None:
+    empty = {"index": 0, "token_ids": [], "finish_reason": "abort", "logprobs": None, "routed_experts": None}
+    completion = parse_generation(answer(empty), n=1, experts=True).choices[0]
+    assert (completion.finish, completion.routed_experts) == (SampleStatus.ABORTED, None)
+
+
+def test_experts_that_cannot_be_read_are_an_error() -> None:
+    with pytest.raises(RolloutError, match="not an array of expert ids"):
+        parse_generation(answer(choice(0, [7], [-0.5], routed_experts="AAAA")), n=1, experts=True)
 
 
 def test_a_missing_response_is_an_error() -> None:

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from vime.config.schema import DataSection, RewardSection, RolloutSection
+from vime.data.routing import cyclic_ids
+from vime.errors import RolloutError
 from vime.facts.engine import TOKEN_ROUTE, WITHDRAWN_STATUS
 from vime.rollout.worker import Outcome, RolloutWorker, WorkerSetup
-from vime.testing.tiny_models import make_tiny_qwen3
+from vime.testing.tiny_models import make_tiny_qwen3, make_tiny_qwen3_moe
 from vime.types import PolicyVersion, PromptId, VersionSpan
+
+PROMPT = "1 + 1 ="
+"""A token a byte."""
 
 Handler = Callable[[int], web.Response | Awaitable[web.Response]]
 
 
 @asynccontextmanager
-async def worker(folder: Path, handler: Handler, *, timeout_s: float = 600.0) -> AsyncIterator[RolloutWorker]:
+async def worker(
+    folder: Path, handler: Handler, *, timeout_s: float = 600.0, experts: bool = False
+) -> AsyncIterator[RolloutWorker]:
     """Connected to a server whose answers `handler` makes, by the number of the request."""
     seen = 0
 
@@ -33,14 +43,15 @@ async def worker(folder: Path, handler: Handler, *, timeout_s: float = 600.0) ->
         made = handler(seen)
         return await made if inspect.isawaitable(made) else made
 
-    model = make_tiny_qwen3(folder / "model", seed=1)
-    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "label": "2"}) + "\n")
+    model = (make_tiny_qwen3_moe if experts else make_tiny_qwen3)(folder / "model", seed=1)
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT, "label": "2"}) + "\n")
     setup = WorkerSetup(
         seed=0,
         model_path=model,
         data=DataSection(path=folder / "prompts.jsonl"),
         rollout=RolloutSection(group_size=2, request_timeout_s=timeout_s),
         reward=RewardSection(kind="exact"),
+        experts=experts,
     )
     app = web.Application()
     app.router.add_post(TOKEN_ROUTE, generate)
@@ -113,3 +124,64 @@ async def test_the_deadline_of_a_request_begins_when_it_is_sent(tmp_path: Path) 
         (found,) = await made.finished()
         assert len(found.samples) == 2
         assert "no answer within 0.5 s" in ((await outcome(made)).failure or "")
+
+
+def routed(*rows: int | None, finish: str = "stop") -> web.Response:
+    """Responses of three tokens, each with so many rows of experts (None: no rows)."""
+    versions = [{"version": "0.3", "start": 0, "end": 3}]
+    tokens = {"token_ids": [5, 6, 7], "log_probs": [-0.5, -0.25, -0.125], "weight_versions": versions}
+    return web.json_response(
+        {
+            "choices": [
+                {
+                    "index": i,
+                    "finish_reason": finish,
+                    **tokens,
+                    "routed_experts": None if n is None else encoded(ids(n, start=i)),
+                }
+                for i, n in enumerate(rows)
+            ]
+        }
+    )
+
+
+def ids(rows: int, *, start: int) -> Any:
+    """Of the tiny mixture: two layers with two of eight experts."""
+    return cyclic_ids(rows, layers=2, top_k=2, experts=8, start=start)
+
+
+def encoded(array: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+async def test_samples_carry_the_experts_of_each_token(tmp_path: Path) -> None:
+    whole = len(PROMPT) + 3
+    async with worker(tmp_path, lambda _: routed(whole - 1, whole - 1), experts=True) as made:
+        found = await outcome(made)
+    assert len(found.samples) == 2
+    for start, sample in enumerate(found.samples):
+        given = sample.routed_experts
+        assert given is not None
+        assert (given.shape, given.dtype) == ((whole, 2, 2), np.uint8)
+        np.testing.assert_array_equal(given[:-1], ids(whole - 1, start=start))
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [((None, None), "answered without them"), ((10, 10), "10 rows of expert ids for 10 tokens"), ((9, 8), "8 rows")],
+    ids=["none", "one-too-many", "one-too-few"],
+)
+async def test_an_engine_whose_experts_cannot_be_replayed_ends_the_run(tmp_path: Path, rows: Any, reason: str) -> None:
+    async with worker(tmp_path, lambda _: routed(*rows), experts=True) as made:
+        with pytest.raises(RolloutError, match=reason):
+            await outcome(made)
+
+
+@pytest.mark.parametrize("finish", ["abort", "error"])
+async def test_a_response_that_ended_without_experts_goes_back(tmp_path: Path, finish: str) -> None:
+    async with worker(tmp_path, lambda _: routed(9, None, finish=finish), experts=True) as made:
+        found = await outcome(made)
+    assert found.samples == ()
+    assert found.failure

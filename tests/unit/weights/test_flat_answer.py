@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vime.rollout.client import parse_generation
@@ -112,6 +113,19 @@ async def test_a_marked_request_is_answered_with_lists_that_the_client_reads() -
     assert second.version_labels == (("0.3", 0, 2),)
     assert client.prompts == [{"prompt_token_ids": [1, 2]}]
     assert (client.params[0].max_tokens, client.params[0].n, client.params[0].extra_args) == (4, 2, None)
+
+
+async def test_experts_come_where_they_are_asked_for() -> None:
+    rows = np.arange(8, dtype=np.uint16).reshape(2, 2, 2)
+    client = Client([output(0, [5], [-0.25], routed_experts=rows), output(1, [6], [-0.5], routed_experts=None)])
+    client.hold.set()
+    for extra, expected in (({"vime_routed_experts": True}, rows), ({}, None)):
+        sampling = {**SAMPLING, "extra_args": {"vime_answer": "flat", **extra}}
+        _, answer = await ask(gate_of(client), {"token_ids": [1, 2], "sampling_params": sampling}).result()
+        first, second = parse_generation(answer, n=2, experts=True).choices
+        np.testing.assert_array_equal(first.routed_experts, expected)
+        assert second.routed_experts is None
+        assert client.params[-1].extra_args is None
 
 
 async def test_the_engines_own_versions_win() -> None:
