@@ -73,6 +73,44 @@ def test_experts_are_trained_and_served_as_one_policy(tmp_path: Path, topology: 
     assert all((before[name] != after[name]).any() for name in before if "experts.3." in name)
 
 
+SMALL_STEPS: dict[str, Any] = {"optimizer": {"lr": 3e-4}}
+"""Routers of a random model are nearly tied: a larger step changes most of their choices."""
+
+REPLAYED: dict[str, dict[str, Any]] = {
+    "ep2-to-tp2": {"trainer": {"routing_replay": "rollout"}},
+    "cp2-ep2": {"trainer": {"routing_replay": "rollout"}, "topology": SEQUENCES_APART},
+    "in-flight": {
+        "trainer": {"routing_replay": "rollout", **SMALL_STEPS},
+        "weights": {"update": "in_flight"},
+        "schedule": {"num_steps": 3, "max_staleness": 1},
+    },
+    "own-pass": {
+        "trainer": {"routing_replay": "trainer", "updates_per_step": 2, **SMALL_STEPS},
+        "algorithm": {"old_log_probs": "recompute"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_an_update_takes_the_experts_that_were_prescribed(tmp_path: Path, name: str) -> None:
+    make_tiny_qwen3_moe(tmp_path / "model", seed=1)
+    prompts = [json.dumps({"prompt": f"{n} + {n % 7} =", "label": str(n + n % 7)}) for n in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
+    sections = {"schedule": {"num_steps": 2}, "topology": EXPERTS_APART, **REPLAYED[name]}
+    run(write_run(tmp_path, **sections))
+    seen = steps(tmp_path / "run")
+    assert sorted(seen) == list(range(1, sections["schedule"]["num_steps"] + 1))
+    for row in seen.values():
+        assert value(row, "train/grad_norm") > 0
+    differing = [value(row, "train/routing_replay_differing") for row in seen.values()]
+    if name in ("ep2-to-tp2", "cp2-ep2"):
+        assert max(differing) <= 1e-3
+        assert all(value(row, "train/train_rollout_logprob_abs_diff") <= 2e-6 for row in seen.values())
+    else:
+        assert max(differing) > 0, "other weights than those of the update chose"
+        assert max(differing) < 0.4, "rows of the tokens beside them differ in four of five"
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     folder = tmp_path_factory.mktemp("engine")

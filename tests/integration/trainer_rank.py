@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ring_rank
 import torch
 import torch.distributed as dist
@@ -39,6 +40,17 @@ def samples(vocab: int, step: int) -> list[TrainSample]:
     return made
 
 
+def routed(rows: list[TrainSample], step: int, *, layers: int, experts: int, top_k: int = 2) -> list[TrainSample]:
+    """Rows whose tokens were sent to experts by chance, the same on every rank."""
+    draw = np.random.default_rng(step)
+
+    def ids(row: TrainSample) -> np.ndarray:
+        tokens = len(row.prompt_ids) + len(row.response_ids)
+        return draw.random((tokens, layers, experts)).argsort(-1)[..., :top_k].astype(np.uint8)
+
+    return [replace(row, routed_experts=ids(row)) for row in rows]
+
+
 def share(rows: list[TrainSample], job: dict[str, Any], dp_rank: int) -> UpdateWork:
     """This data-parallel rank's part, in `parts` micro-batches; with `idle_rank` the last rank has no sample at all."""
     dp, parts = job["parallel"].get("dp", 1), job["parts"]
@@ -58,6 +70,7 @@ def setup_of(job: dict[str, Any]) -> TrainerSetup:
         recompute=job.get("recompute", "none"),
         overlap=job.get("overlap", False),
         freeze_router=job.get("freeze_router", False),
+        routing_replay=job.get("routing_replay", "none"),
         max_tokens_per_micro_batch=job.get("max_tokens", 8192),
     )
     return TrainerSetup(
@@ -74,7 +87,7 @@ def setup_of(job: dict[str, Any]) -> TrainerSetup:
         temperature=0.9,
         algorithm=PpoSection(lam=0.9, critic=CriticSection(value_clip=0.5))
         if task == "critic"
-        else GrpoSection(entropy_coef=0.01, whiten=True),
+        else GrpoSection(entropy_coef=0.01, whiten=True, old_log_probs=job.get("old_log_probs", "rollout")),
         trainer=section,
         runtime=TrainerRuntime(Factory("vime.platforms.cpu.trainer_runtime:HostRuntime"), "cpu"),
         adaptation=MegatronAdaptation(
@@ -135,7 +148,10 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     dp_rank = worker._axes.dp_rank
     metrics = []
     for step in range(worker.step_count, job["steps"]):
-        metrics.append(worker.train_step([share(samples(job["vocab"], step), job, dp_rank)]))
+        rows = samples(job["vocab"], step)
+        if job.get("routed"):
+            rows = routed(rows, step, **job["routed"])
+        metrics.append(worker.train_step([share(rows, job, dp_rank)] * job.get("updates", 1)))
         if job.get("save") and worker.step_count == job["save_at"]:
             worker.save(Path(job["save"]), background=job.get("background", False))
     names = [t.name for t in worker.manifest().tensors]
@@ -157,6 +173,18 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         worker.save_hf(Path(job["save_hf"]))
     worker.close()
     return result
+
+
+def train_once(model: Path, rows: list[TrainSample], *, temperature: float) -> dict[str, float]:
+    """Metrics of the first step of one rank in this process, whose weights are the folder's."""
+    from vime.trainer.megatron.tasks import build_rank
+
+    job = {"model": str(model), "parallel": {}, "rank": 0, "world": 1, "port": 0}
+    worker: Any = build_rank(replace(setup_of(job), temperature=temperature))
+    try:
+        return worker.train_step([UpdateWork((tuple(rows),), len(rows), sum(sum(row.loss_mask) for row in rows))])
+    finally:
+        worker.close()
 
 
 def run(job: dict[str, Any], out: Path, log: Path) -> None:

@@ -101,6 +101,11 @@ REGISTRY: tuple[Metric, ...] = (
     Metric(f"{CORR}/rollout_rs_seq_masked_fraction", "", "Share of responses of which a rejection left out a token."),
     Metric(f"{CORR}/rollout_rs_{{statistic}}_masked_fraction", "", "Share of tokens that one statistic left out."),
     Metric(f"{CORR}/rollout_rs_{{statistic}}_seq_masked_fraction", "", "Share of responses of which it left out a token."),
+    Metric(
+        "train/routing_replay_differing",
+        "",
+        "Share of pairs of a token and a layer whose router would have chosen other experts than those that were prescribed.",
+    ),
     Metric("train/grad_norm", "", "Global norm of the gradient before clipping."),
     Metric("train/lr-pg_{index}", "", "Learning rate of an optimizer parameter group."),
     Metric("train/tokens", "tokens", "Tokens that the step trained on."),

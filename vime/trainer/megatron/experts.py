@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 UNSUPPORTED = {
     "moe_grouped_gemm": "grouped experts keep their weights under names that no table maps",
-    "moe_enable_routing_replay": "there is no routing replay yet: routers would choose for themselves all the same",
+    "moe_enable_routing_replay": "trainer.routing_replay says which experts the passes of an update take",
     "mtp_num_layers": "layers for multi-token prediction are not trained: they go from model.path to every export as they are",
     "mtp_loss_scaling_factor": "layers for multi-token prediction are not trained",
 }

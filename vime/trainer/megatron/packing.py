@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from vime.trainer.megatron.parallel import Axes
 from vime.trainer.megatron.rotary import POSITIONS
 from vime.types import TrainSample, UpdateWork
 
+if TYPE_CHECKING:
+    from vime.trainer.megatron.replayed import PackExperts
+
 ALIGNMENT = 8
 """Packs are padded to a multiple of this (times tp and cp), which suits matrix kernels and sequence parallelism."""
 
@@ -27,10 +30,11 @@ class Pack:
     """One micro-batch's sequences.
 
     `ids` and `positions` are [1, tokens]; the tail is padding, a segment of its own, because the segments must cover
-    every token. `rows` [targets] are the positions whose logits predict the tokens `targets` [targets].
+    every token. `rows` [targets] are the positions whose logits predict the tokens `targets` [targets]. `origin` [tokens], on
+    the host, is each row's place among the tokens of all sequences, laid end to end without padding; -1 for a row of padding.
 
     Under context parallelism every sequence is a padded segment, and all of these are the rank's own part: `share` says which
-    targets those are.
+    targets those are. `experts` are those that the rows are sent to; None: the model's routers choose.
     """
 
     ids: Tensor
@@ -38,7 +42,9 @@ class Pack:
     params: Any
     rows: Tensor
     targets: Tensor
+    origin: Tensor
     share: TargetShare | None = None
+    experts: PackExperts | None = None
 
 
 @dataclass(frozen=True)
@@ -92,10 +98,11 @@ def make_pack(sequences: Sequence[Sequence[int]], first_targets: Sequence[int], 
     positions = torch.arange(len(ids)) - starts
     tail = [0] if padding else []
     first, last = (torch.tensor([*given, *tail]) for given in (first_targets, lengths))
-    is_target = (positions >= torch.repeat_interleave(first, segments)) & (positions < torch.repeat_interleave(last, segments))
-    predicted = is_target.nonzero()[:, 0]
+    is_token = positions < torch.repeat_interleave(last, segments)
+    origin = torch.where(is_token, is_token.cumsum(0) - 1, -1)
+    predicted = (is_token & (positions >= torch.repeat_interleave(first, segments))).nonzero()[:, 0]
     if context is not None:
-        return _own_part(ids, positions, predicted, segments, shape)
+        return _own_part(ids, positions, predicted, segments, origin, shape=shape)
     placed = positions.to(shape.device)
     return Pack(
         ids=ids[None].to(shape.device),
@@ -103,10 +110,11 @@ def make_pack(sequences: Sequence[Sequence[int]], first_targets: Sequence[int], 
         params=pack_params(segments.tolist(), placed, longest=int(segments.max())),
         rows=(predicted - 1).to(shape.device),
         targets=ids[predicted].to(shape.device),
+        origin=origin,
     )
 
 
-def _own_part(ids: Tensor, positions: Tensor, predicted: Tensor, segments: Tensor, shape: PackShape) -> Pack:
+def _own_part(ids: Tensor, positions: Tensor, predicted: Tensor, segments: Tensor, origin: Tensor, *, shape: PackShape) -> Pack:
     """This rank's tokens of a pack whose ranks share sequences; `predicted` [targets] are rows of the whole pack."""
     context, device = shape.context, shape.device
     assert context is not None
@@ -122,6 +130,7 @@ def _own_part(ids: Tensor, positions: Tensor, predicted: Tensor, segments: Tenso
         params=params,
         rows=local[own - 1].to(device),
         targets=ids[own].to(device),
+        origin=origin[mine],
         share=TargetShare(places.to(device), len(predicted), context.group),
     )
 

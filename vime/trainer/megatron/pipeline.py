@@ -17,14 +17,19 @@ from vime.trainer.megatron.logprobs import Head, HeadScores, score_rows
 from vime.trainer.megatron.model import Model
 from vime.trainer.megatron.packing import Pack, make_pack, pack_shape
 from vime.trainer.megatron.parallel import Axes
+from vime.trainer.megatron.replayed import OwnChoice
 from vime.trainer.megatron.wrapping import Wrapped
 
 
 class Pipeline:
-    """A model on its way through the stages. `wrapped` is the model with what training puts around it."""
+    """A model on its way through the stages.
 
-    def __init__(self, model: Model, wrapped: Wrapped, *, axes: Axes) -> None:
+    `wrapped` is the model with what training puts around it; `replay` says who chooses the experts of its passes.
+    """
+
+    def __init__(self, model: Model, wrapped: Wrapped, *, axes: Axes, replay: OwnChoice | None = None) -> None:
         self._model, self._wrapped, self._axes = model, wrapped, axes
+        self._replay = replay or OwnChoice()
         self._shape = pack_shape(axes, vocab=model.shape.vocab, device=next(model.bare.parameters()).device)
         self._multiple = axes.pp_size if axes.vpp_size > 1 else 1
 
@@ -82,7 +87,8 @@ class Pipeline:
         if self._model.select is not None:
             self._model.select.rows = pack.rows
         options: dict[str, Any] = {"fp32_output": False} if self._model.config.bf16 else {}
-        return module(pack.ids, pack.positions, None, packed_seq_params=pack.params, **options)
+        with self._replay.passing(self._wrapped.chunks.index(module), pack):
+            return module(pack.ids, pack.positions, None, packed_seq_params=pack.params, **options)
 
     def _run(self, jobs: Sequence[Any], forward_step: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -110,8 +116,8 @@ class Pipeline:
 class Scoring(Pipeline):
     """Log-probs through the vocabulary's head, `chunk_rows` rows of logits at once."""
 
-    def __init__(self, model: Model, wrapped: Wrapped, *, axes: Axes, chunk_rows: int) -> None:
-        super().__init__(model, wrapped, axes=axes)
+    def __init__(self, model: Model, wrapped: Wrapped, *, axes: Axes, chunk_rows: int, replay: OwnChoice | None = None) -> None:
+        super().__init__(model, wrapped, axes=axes, replay=replay)
         self._chunk_rows = chunk_rows
 
     def score(self, packs: Sequence[Pack], *, temperature: float, greedy: bool = False) -> list[HeadScores]:

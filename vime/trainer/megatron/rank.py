@@ -43,6 +43,8 @@ class Rank(ABC):
 
     tags: tuple[Tag, ...] = TRAINER_TAGS
     """What the role has on a device."""
+    _routed = False
+    """Whether samples bring the experts of their tokens, which only siblings with the same ones in their prompt can share."""
     _wrapped: Wrapped
 
     def __init__(self, setup: TrainerSetup) -> None:
@@ -104,9 +106,9 @@ class Rank(ABC):
 
     def _packed(self, samples: Sequence[TrainSample]) -> tuple[list[TrainSample], Pack]:
         """Samples in the order of their pack, with one copy of a prompt where the hardware and the samples allow it."""
-        if self._shares_prompts and samples and saves_enough(samples):
+        if self._shares_prompts and samples and saves_enough(samples, routed=self._routed):
             arranged = arrange(samples)
-            return arranged, pack_shared(arranged, self._shape)
+            return arranged, pack_shared(arranged, self._shape, routed=self._routed)
         return list(samples), pack_samples(samples, self._shape)
 
     def _by_sample(

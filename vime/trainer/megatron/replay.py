@@ -27,7 +27,7 @@ class RouterChoice:
 
     A forward pass in training without gradients is one that the backward pass repeats (recompute); its target is kept until
     then. Both orders are those of the micro-batches, also when passes of several micro-batches interleave, so a queue is
-    enough. A router is either always repeated or never.
+    enough. A router is either always repeated or never. Once a pass in training had a target, those after it need one too.
     """
 
     def __init__(self, router: Any) -> None:
@@ -37,12 +37,14 @@ class RouterChoice:
         self.recorded: list[Tensor] | None = None
         self.differing: list[Tensor] = []
         self._again: deque[Tensor] = deque()
+        self._needed = False
 
     def clear(self) -> None:
         """Forget targets, and what was counted."""
         self.target = self.real = self.recorded = None
         self.differing = []
         self._again.clear()
+        self._needed = False
 
     @property
     def left(self) -> int:
@@ -53,7 +55,7 @@ class RouterChoice:
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
         """Scores and ids [rows, topk] of the experts chosen from `scores` [rows, experts]; called by megatron-core."""
-        if self.target is None and not self._again:
+        if self.target is None and not self._needed:
             values, ids = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
             if self.recorded is not None:
                 self.recorded.append(ids.detach())
@@ -64,7 +66,8 @@ class RouterChoice:
                 f"expert ids of shape {tuple(ids.shape)} for {len(scores)} tokens and {topk} experts each",
                 where=f"layer {self._router.layer_number}",
             )
-        if first:
+        ids = ids.long()
+        if first and self._router.training:
             with torch.no_grad():
                 _, own = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
                 self._compare(own, ids)
@@ -72,13 +75,14 @@ class RouterChoice:
 
     def _next(self) -> tuple[Tensor, bool]:
         """The ids of this pass, and whether it is its micro-batch's first."""
-        repeated = self._router.training and torch.is_grad_enabled() and bool(self._again)
-        if repeated:
+        training, with_gradient = self._router.training, torch.is_grad_enabled()
+        if training and with_gradient and self._again:
             return self._again.popleft(), False
         if self.target is None:
             raise TrainerError("a pass without expert ids", where=f"layer {self._router.layer_number}")
-        if self._router.training and not torch.is_grad_enabled():
+        if training and not with_gradient:
             self._again.append(self.target)
+        self._needed |= training
         return self.target, True
 
     def _compare(self, own: Tensor, ids: Tensor) -> None:
@@ -87,14 +91,24 @@ class RouterChoice:
         self.differing.append(torch.stack([(differs & real).sum(), real.sum()]))
 
 
+def routers_of(bare: Any) -> list[Any]:
+    """The routers of a model's part, in the order of their layers; layers without experts have none."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return sorted((m for m in bare.modules() if isinstance(m, TopKRouter)), key=lambda m: int(m.layer_number or 0))
+
+
+def id_type(experts: int) -> torch.dtype:
+    """The smallest type that tells so many experts apart and that every device can index."""
+    return torch.uint8 if experts <= 256 else torch.int16
+
+
 class RoutingReplay:
-    """The routers of a model's part on this rank, found through its modules: layers without experts have none."""
+    """The routers of a model's part on this rank."""
 
     def __init__(self, bare: Any) -> None:
         """Raises TrainerError when there is no router here, or when routers are fused (those ask nobody)."""
-        from megatron.core.transformer.moe.router import TopKRouter
-
-        routers = sorted((m for m in bare.modules() if isinstance(m, TopKRouter)), key=lambda m: int(m.layer_number or 0))
+        routers = routers_of(bare)
         if not routers:
             raise TrainerError("no layer of this stage has experts", fix="replay routers of stages that have some")
         if routers[0].config.moe_router_fusion:
@@ -103,36 +117,43 @@ class RoutingReplay:
             )
         self.layers = tuple(int(router.layer_number or 0) - 1 for router in routers)
         """Numbers of these layers in the whole model, counted from 0."""
+        self.dtype = id_type(int(routers[0].config.num_moe_experts))
         self._choices = [RouterChoice(router) for router in routers]
         for router, choice in zip(routers, self._choices, strict=True):
             router.router_replay = choice  # type: ignore[assignment]
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Routers choose for themselves. The list has, afterwards, each pass's ids [rows, layers, top_k]."""
+        """Routers choose for themselves. The list has, afterwards, each pass's ids [rows, layers, top_k] on the host."""
         passes: list[Tensor] = []
         self.clear()
         for choice in self._choices:
             choice.recorded = []
-        yield passes
-        passes += [
-            torch.stack(layers, dim=1) for layers in zip(*(choice.recorded or () for choice in self._choices), strict=True)
-        ]
-        self.clear()
+        try:
+            yield passes
+            for layers in zip(*(choice.recorded or () for choice in self._choices), strict=True):
+                passes.append(torch.stack(layers, dim=1).to(self.dtype).cpu())
+        finally:
+            self.clear()
 
     def prescribe(self, ids: Tensor, *, real: Tensor | None = None) -> None:
-        """Give the next forward pass its experts `ids` [rows, layers, top_k]. Only rows that are `real` [rows] are counted.
+        """Give forward passes, until `release`, their experts `ids` [rows, layers, top_k].
 
-        Raises TrainerError for another number of layers than this rank has.
+        In training, rows that are `real` [rows] are counted. Raises TrainerError for another number of layers than are here.
         """
         if ids.shape[1] != len(self._choices):
             raise TrainerError(
                 f"expert ids of {ids.shape[1]} layers, but {len(self._choices)} are here", where="routing replay"
             )
         device = next(self._choices[0]._router.parameters()).device
-        placed = ids.to(device, torch.int64)
+        placed, counted = ids.to(device), None if real is None else real.to(device)
         for choice, layer in zip(self._choices, placed.unbind(1), strict=True):
-            choice.target, choice.real = layer, None if real is None else real.to(device)
+            choice.target, choice.real = layer, counted
+
+    def release(self) -> None:
+        """Prescribe nothing to further passes; the backward pass still repeats what was."""
+        for choice in self._choices:
+            choice.target = choice.real = None
 
     def clear(self) -> None:
         """Let routers choose for themselves again."""

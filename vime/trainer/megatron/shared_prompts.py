@@ -7,7 +7,7 @@ hardware is a core attention that reads `packed_seq_params.shared_prompts`, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 
@@ -57,18 +57,41 @@ def arrange(samples: Sequence[TrainSample]) -> list[TrainSample]:
     return sorted(samples, key=lambda s: (len(s.prompt_ids), len(s.response_ids), s.prompt_ids))
 
 
-def saves_enough(samples: Sequence[TrainSample]) -> bool:
+PromptKey = tuple[tuple[int, ...], bytes]
+"""What samples must have in common to share a copy of their prompt: its ids, and the experts that are prescribed to it."""
+
+
+def prompt_keys(samples: Sequence[TrainSample], *, routed: bool) -> list[PromptKey]:
+    """The key of every sample. Experts count only where they are `routed` by the samples' own ids."""
+
+    def experts(sample: TrainSample) -> bytes:
+        ids = sample.routed_experts
+        return b"" if ids is None or not routed else ids[: len(sample.prompt_ids)].tobytes()
+
+    return [(sample.prompt_ids, experts(sample)) for sample in samples]
+
+
+def saves_enough(samples: Sequence[TrainSample], *, routed: bool = False) -> bool:
     """Whether sharing leaves clearly fewer tokens."""
-    prompts = {s.prompt_ids for s in samples}
+    prompts = [ids for ids, _ in set(prompt_keys(samples, routed=routed))]
     responses = sum(len(s.response_ids) for s in samples)
     separate = responses + sum(len(s.prompt_ids) for s in samples)
     return responses + sum(map(len, prompts)) <= WORTHWHILE * separate
 
 
-def pack_shared(samples: Sequence[TrainSample], shape: PackShape) -> Pack:
-    """Pack samples in the order of `arrange`. Raises TrainerError for a token id outside the vocabulary."""
-    prompts = list(dict.fromkeys(s.prompt_ids for s in sorted(samples, key=lambda s: (len(s.prompt_ids), s.prompt_ids))))
-    begin = dict(zip(prompts, _starts(map(len, prompts)), strict=True))
+def pack_shared(samples: Sequence[TrainSample], shape: PackShape, *, routed: bool = False) -> Pack:
+    """Pack samples in the order of `arrange`. With `routed` only those whose prompts took the same experts share a copy.
+
+    Raises TrainerError for a token id outside the vocabulary.
+    """
+    keys = prompt_keys(samples, routed=routed)
+    places = list(_starts(len(s.prompt_ids) + len(s.response_ids) for s in samples))
+    copies: dict[PromptKey, int] = {}
+    for key, place in sorted(zip(keys, places, strict=True), key=lambda pair: (len(pair[0][0]), pair[0][0])):
+        copies.setdefault(key, place)
+    prompts = [ids for ids, _ in copies]
+    begin = dict(zip(copies, _starts(map(len, prompts)), strict=True))
+    begins = [begin[key] for key in keys]
     num_prompt_tokens = sum(map(len, prompts))
     starts = list(_starts((len(s.response_ids) for s in samples), num_prompt_tokens))
     total = num_prompt_tokens + sum(len(s.response_ids) for s in samples)
@@ -78,16 +101,19 @@ def pack_shared(samples: Sequence[TrainSample], shape: PackShape) -> Pack:
     positions = [*chain.from_iterable(range(len(p)) for p in prompts)]
     positions += chain.from_iterable(range(len(s.prompt_ids), len(s.prompt_ids) + len(s.response_ids)) for s in samples)
     positions += range(padding)
+    origin = [*chain.from_iterable(range(place, place + len(ids)) for (ids, _), place in copies.items())]
     rows: list[int] = []
-    for sample, start in zip(samples, starts, strict=True):
-        rows.append(begin[sample.prompt_ids] + len(sample.prompt_ids) - 1)
+    for sample, prompt, start, place in zip(samples, begins, starts, places, strict=True):
+        last = len(sample.prompt_ids) + len(sample.response_ids)
+        rows.append(prompt + len(sample.prompt_ids) - 1)
         rows += range(start, start + len(sample.response_ids) - 1)
+        origin += range(place + len(sample.prompt_ids), place + last)
     lengths = [*map(len, prompts), *(len(s.response_ids) for s in samples), *([padding] if padding else [])]
     at = torch.tensor(positions).to(shape.device)
     params = pack_params(lengths, at, longest=max(positions) + 1)
     params.shared_prompts = SharedPrompts(
         tuple(PromptRun(n, n * len(list(same))) for n, same in groupby(map(len, prompts))),
-        tuple(_response_runs(samples, starts, begin, shape.device)),
+        tuple(_response_runs(samples, starts, begins, shape.device)),
         padding,
     )
     return Pack(
@@ -96,21 +122,23 @@ def pack_shared(samples: Sequence[TrainSample], shape: PackShape) -> Pack:
         params=params,
         rows=torch.tensor(rows, device=shape.device),
         targets=torch.tensor([*chain.from_iterable(s.response_ids for s in samples)], device=shape.device),
+        origin=torch.tensor([*origin, *[-1] * padding]),
     )
 
 
-def _starts(lengths: Iterator[int] | map[int], start: int = 0) -> Iterator[int]:
+def _starts(lengths: Iterable[int], start: int = 0) -> Iterator[int]:
     for length in lengths:
         yield start
         start += length
 
 
 def _response_runs(
-    samples: Sequence[TrainSample], starts: Sequence[int], begin: dict[tuple[int, ...], int], device: torch.device
+    samples: Sequence[TrainSample], starts: Sequence[int], begins: Sequence[int], device: torch.device
 ) -> Iterator[ResponseRun]:
-    keyed = groupby(zip(samples, starts, strict=True), key=lambda x: (len(x[0].prompt_ids), len(x[0].response_ids)))
-    for (prompt_length, length), same in keyed:
-        members = list(same)
-        first = torch.tensor([begin[sample.prompt_ids] for sample, _ in members], device=device)
+    """`begins` are the first rows of the samples' prompts."""
+    members = zip(samples, starts, begins, strict=True)
+    for (prompt_length, length), same in groupby(members, key=lambda x: (len(x[0].prompt_ids), len(x[0].response_ids))):
+        run = list(same)
+        first = torch.tensor([begin for _, _, begin in run], device=device)
         rows = (first[:, None] + torch.arange(prompt_length, device=device)).view(-1)
-        yield ResponseRun(prompt_length, length, len(members), members[0][1], rows)
+        yield ResponseRun(prompt_length, length, len(run), run[0][1], rows)

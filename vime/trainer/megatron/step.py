@@ -18,6 +18,7 @@ from vime.trainer.megatron.model import Model
 from vime.trainer.megatron.packing import Pack, Targets
 from vime.trainer.megatron.parallel import Axes
 from vime.trainer.megatron.pipeline import Scoring
+from vime.trainer.megatron.replayed import OwnChoice
 from vime.trainer.megatron.wrapping import Wrapped
 
 
@@ -36,9 +37,17 @@ class Passes(Scoring):
     """The policy's passes: log-probs, and the algorithm's loss over them."""
 
     def __init__(
-        self, model: Model, wrapped: Wrapped, *, axes: Axes, algorithm: Algorithm, temperature: float, chunk_rows: int
+        self,
+        model: Model,
+        wrapped: Wrapped,
+        *,
+        axes: Axes,
+        algorithm: Algorithm,
+        temperature: float,
+        chunk_rows: int,
+        replay: OwnChoice,
     ) -> None:
-        super().__init__(model, wrapped, axes=axes, chunk_rows=chunk_rows)
+        super().__init__(model, wrapped, axes=axes, chunk_rows=chunk_rows, replay=replay)
         self._algorithm = algorithm
         self._temperature = temperature
 

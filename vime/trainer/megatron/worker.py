@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vime.algorithms.base import LossSums
 from vime.algorithms.batch import advantage_batch
 from vime.algorithms.registry import algorithm_of
 from vime.errors import TrainerError
@@ -24,11 +25,9 @@ from vime.trainer.megatron.packing import (
     target_tensors,
 )
 from vime.trainer.megatron.rank import TrainingRank
+from vime.trainer.megatron.replayed import Part, replay_of
 from vime.trainer.megatron.step import MicroBatch, Passes
 from vime.types import TrainSample, UpdateWork
-
-Part = tuple[Sequence[TrainSample], Pack]
-"""A micro-batch's samples in the order of their pack."""
 
 
 class MegatronWorker(TrainingRank):
@@ -38,6 +37,8 @@ class MegatronWorker(TrainingRank):
         super()._build()
         self._algorithm = algorithm_of(self._setup.algorithm)
         self._temperature = self._setup.temperature if self._algorithm.needs_rollout_log_probs else 1.0
+        self._routed = self._setup.trainer.routing_replay == "rollout"
+        self._replay = replay_of(self._setup.trainer.routing_replay, self._model, self._axes)
         self._passes = Passes(
             self._model,
             self._wrapped,
@@ -45,6 +46,7 @@ class MegatronWorker(TrainingRank):
             algorithm=self._algorithm,
             temperature=self._temperature,
             chunk_rows=self._setup.trainer.log_prob_chunk_tokens,
+            replay=self._replay,
         )
 
     # ---- training
@@ -57,8 +59,8 @@ class MegatronWorker(TrainingRank):
         """
         self._require(TRAINER_TAGS, to="train")
         packed = [[self._checked(samples) for samples in work.micro_batches] for work in updates]
-        old = self._old_log_probs(packed)
-        jobs = [self._jobs(parts, known, work) for parts, known, work in zip(packed, old, updates, strict=True)]
+        scored = [self._old_log_probs(parts, first=index == 0) for index, parts in enumerate(packed)]
+        jobs = [self._jobs(parts, old, work) for (parts, old), work in zip(scored, updates, strict=True)]
         rows = [self._update(job, work) for job, work in zip(jobs, updates, strict=True)]
         self._wrapped.settle()
         self._progress.steps += 1
@@ -66,20 +68,20 @@ class MegatronWorker(TrainingRank):
 
     def _checked(self, samples: Sequence[TrainSample]) -> Part:
         check_samples(samples, self._algorithm)
-        return self._packed(samples)
+        self._replay.check(samples)
+        arranged, pack = self._packed(samples)
+        return arranged, self._replay.given(arranged, pack)
 
-    def _old_log_probs(self, updates: Sequence[Sequence[Part]]) -> list[list[Tensor | None]]:
-        """Log-probs [targets] by update and micro-batch with the weights from before the step, on the last stage.
+    def _old_log_probs(self, parts: Sequence[Part], *, first: bool) -> tuple[Sequence[Part], list[Tensor | None]]:
+        """An update's parts, and log-probs [targets] of each with the weights from before the step, on the last stage.
 
         None where the update's own forward pass gives them: in the first one, unless its advantages need them.
         """
-        own: list[list[Tensor | None]] = [[None] * len(parts) for parts in updates]
-        if not self._algorithm.needs_old_log_probs:
-            return own
-        for index in range(0 if self._algorithm.needs_old_for_advantages else 1, len(updates)):
-            scores = self._passes.score([pack for _, pack in updates[index]], temperature=self._temperature)
-            own[index] = [score.log_probs for score in scores] or own[index]
-        return own
+        nothing: list[Tensor | None] = [None] * len(parts)
+        if not self._algorithm.needs_old_log_probs or (first and not self._algorithm.needs_old_for_advantages):
+            return parts, nothing
+        parts, scores = self._replay.scored(parts, lambda packs: self._passes.score(packs, temperature=self._temperature))
+        return parts, [score.log_probs for score in scores] or nothing
 
     def _jobs(self, parts: Sequence[Part], old: Sequence[Tensor | None], work: UpdateWork) -> list[tuple[Pack, MicroBatch]]:
         """An update's micro-batches with the advantages of all samples of this rank, which are computed together."""
@@ -103,11 +105,19 @@ class MegatronWorker(TrainingRank):
         return total
 
     def _update(self, jobs: Sequence[tuple[Pack, MicroBatch]], work: UpdateWork) -> dict[str, float]:
-        totals, norm, rate = self._updated(lambda: self._passes.train(jobs), self._algorithm.empty_sums())
+        replayed: dict[str, float] = {}
+
+        def learn() -> list[LossSums]:
+            sums = self._passes.train(jobs)
+            replayed.update(self._replay.counted())
+            return sums
+
+        with self._replay.updating():
+            totals, norm, rate = self._updated(learn, self._algorithm.empty_sums())
         rollouts = torch.tensor(float(sum(len(m) for m in work.micro_batches)), dtype=torch.float64)
         dist.all_reduce(rollouts, group=self._axes.dp_group)
         own = {"grad_norm": norm, "lr-pg_0": rate, "tokens": float(totals.tokens), "rollouts": float(rollouts)}
-        named = {**self._algorithm.finish(totals.named), **own}
+        named = {**self._algorithm.finish(totals.named), **own, **replayed}
         return {name if name.startswith("rollout/") else f"train/{name}": value for name, value in named.items()}
 
     # ---- scoring
@@ -166,8 +176,8 @@ def _merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if len(rows) == 1:
         return dict(rows[0])
     result: dict[str, float] = {}
-    for name in rows[0] if rows else ():
-        values = [row[name] for row in rows]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if name in row]
         if name.endswith("_max"):
             result[name] = max(values)
         elif name in ("train/tokens", "train/rollouts"):
