@@ -13,5 +13,8 @@ CLUSTER_ARGS=(
   --expert-model-parallel-size 8
   --colocate
 )
+EXPERTS_ARGS=(
+  --use-rollout-routing-replay
+)
 
-train "${CLUSTER_ARGS[@]}" "${DAPO_ARGS[@]}" "$@"
+train "${CLUSTER_ARGS[@]}" "${DAPO_ARGS[@]}" "${EXPERTS_ARGS[@]}" "$@"

@@ -215,6 +215,20 @@ def test_commands_in_the_readme_name_files_that_are_there(name: str) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "examples/quickstart/README.md"])
+def test_runs_of_a_page_have_folders_of_their_own_beside_the_quick_start(page: str) -> None:
+    """`vime run` refuses a folder that holds a run, and `--resume` one that holds none."""
+    used = [load_config(ROOT / "examples" / "quickstart" / file).config.run.dir for file in ("sft.yaml", "run.yaml")]
+    lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("$ vime run ")]
+    assert len(lines) > 2
+    for words in (shlex.split(line, comments=True) for line in lines if "--dry-run" not in line):
+        [file] = [word for word in words if word.endswith(".yaml")]
+        values = [word for word in words if "=" in word and not word.startswith("-")]
+        folder = load_config(ROOT / file, overrides=values).config.run.dir
+        assert (folder in used) == ("--resume" in words), shlex.join(words)
+        used.append(folder)
+
+
 # ---- scripts
 
 
