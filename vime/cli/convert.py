@@ -49,9 +49,10 @@ def convert(args: argparse.Namespace) -> int:
         )
     if is_folder and args.model is not None:
         raise ConfigError("a Hugging Face folder needs no --model: it is one", where="command line")
-    if not is_folder and args.model is None:
+    model: Path | None = args.source if is_folder else args.model
+    if model is None:
         raise ConfigError("a checkpoint needs --model, the folder with its config.json and tokenizer", where="command line")
-    setup = _setup(args.source if is_folder else args.model, args.dtype)
+    setup = _setup(model, args.dtype)
     from vime.trainer.megatron.convert import Conversion
 
     conversion = Conversion(setup)
