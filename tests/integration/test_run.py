@@ -77,6 +77,7 @@ def test_report_of_the_run(finished: Path) -> None:
     assert sum(summary["time_share"].values()) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(finished: Path, tmp_path: Path) -> None:
     """Bit for bit: all metrics but times, the groups of each step, the final weights. Checkpoints on the way change nothing."""
     run(write_run(tmp_path, schedule={"num_steps": KEPT_STEPS}))
