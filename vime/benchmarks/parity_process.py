@@ -8,9 +8,12 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from vime.data.routing import Routing
 from vime.data.schedule import Split, plan_updates
+from vime.models.registry import read_shape
 from vime.trainer.setup import TrainerSetup
 from vime.types import Group, PromptId, SampleInfo, SampleStatus, TrainSample, UpdateWork
 
@@ -35,6 +38,17 @@ def batch(step: int) -> list[list[TrainSample]]:
             group.append(TrainSample(prompt, response, log_probs, mask, reward, rewards, group_lengths=lengths))
         made.append(group)
     return made
+
+
+def prescribed(groups: list[list[TrainSample]], routing: Routing, step: int) -> list[list[TrainSample]]:
+    """The same samples, whose tokens were sent to experts by chance."""
+    draw = np.random.default_rng(step)
+
+    def chosen(sample: TrainSample) -> TrainSample:
+        scores = draw.random((len(sample.prompt_ids) + len(sample.response_ids), len(routing.moe_layers), routing.experts))
+        return replace(sample, routed_experts=scores.argsort(-1)[..., : routing.top_k].astype(np.uint8))
+
+    return [[chosen(sample) for sample in group] for group in groups]
 
 
 def share(groups: list[list[TrainSample]], split: Split, rank: int, updates: int) -> list[UpdateWork]:
@@ -66,8 +80,13 @@ def train(setup: TrainerSetup, steps: int) -> list[dict[str, float]]:
     worker, parallel, section = MegatronWorker(setup), setup.parallel, setup.trainer
     split = Split(parallel.dp, section.max_tokens_per_micro_batch, parallel.pp if parallel.vpp > 1 else 1, SQUARE)
     rank = setup.rank // (parallel.tp * parallel.cp) % parallel.dp
+    routing = Routing.of(read_shape(setup.model_path)) if section.routing_replay == "rollout" else None
+
+    def samples(step: int) -> list[list[TrainSample]]:
+        return batch(step) if routing is None else prescribed(batch(step), routing, step)
+
     try:
-        return [worker.train_step(share(batch(step), split, rank, section.updates_per_step)) for step in range(steps)]
+        return [worker.train_step(share(samples(step), split, rank, section.updates_per_step)) for step in range(steps)]
     finally:
         worker.close()
 
