@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from vime.errors import PlanError
 from vime.facts.perf import UNITS, PerfTable, Provenance, Quantity
 from vime.facts.transports import TransportOffer
 from vime.planning.plan import TransportPlan
-from vime.topology.model import Topology
-
-
-class Loaded(Protocol):
-    """A checked topology, as far as it is asked here."""
-
-    @property
-    def topology(self) -> Topology: ...
-    def where(self, *path: str | int) -> str: ...
+from vime.topology.load import LoadedTopology
 
 
 def with_yours(table: PerfTable, rates: Mapping[str, float]) -> PerfTable:
@@ -41,10 +32,14 @@ def at_rates(offers: Sequence[TransportOffer], table: PerfTable) -> tuple[Transp
     return tuple(found)
 
 
-def check_yours(loaded: Loaded, transport: TransportPlan | None) -> None:
-    """Raise PlanError E104 for a name that is neither a rate of a plan nor a transport that a side offers."""
-    offered = [] if transport is None else [transport.protocol, *(one.protocol for one in transport.rejected)]
-    known = {*UNITS, *offered}
+def check_yours(loaded: LoadedTopology, transport: TransportPlan | None) -> None:
+    """Raise PlanError E104 for a name that is neither a rate of a plan nor a transport that a side offers.
+
+    A run that publishes no weights asks nobody for transports, so that no name can be told from one.
+    """
+    if transport is None:
+        return
+    known = {*UNITS, transport.protocol, *(one.protocol for one in transport.rejected)}
     for pool, section in loaded.topology.pools.items():
         for name in section.rates:
             if name not in known:

@@ -74,3 +74,15 @@ def test_a_name_that_is_no_rate_and_no_transport_is_refused() -> None:
     with pytest.raises(PlanError, match=r"E104 pools.host.rates: no rate and no transport is called 'pigeon'") as caught:
         plan_with({"pigeon": 1.0})
     assert "host_shm" in str(caught.value.fix)
+
+
+def test_a_run_that_samples_nothing_takes_the_topology_of_one_that_does() -> None:
+    host = Platform.of(plugin)
+    tree = {
+        "name": "train",
+        "pools": {"host": {"platform": "cpu", "rates": {"host_shm": 1e9}}},
+        "roles": {"actor": {"kind": "train", "devices": 1}},
+    }
+    plan = make_plan(load_topology(tree), model=TINY_MODEL, needs=PlanNeeds(samples=False), platforms={"cpu": host})
+    assert plan.transport is None
+    assert plan.perf["host"].get("host_shm").value == 1e9
