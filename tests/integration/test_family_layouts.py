@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,13 @@ DENSE = ("tp", "pp", "dp", "recompute", "cp")
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """By family: its folder, and what one process makes of it in three steps."""
-    known: dict[str, tuple[Path, dict[str, Any]]] = {}
 
+    @cache
     def of(family: str) -> tuple[Path, dict[str, Any]]:
-        if family not in known:
-            folder = tmp_path_factory.mktemp(family)
-            make_tiny(folder / "model", family, **FAMILIES[family])
-            (result,) = launch(folder / "run", folder / "model", vocab=VOCAB, parallel={"tp": 1})
-            known[family] = folder / "model", result
-        return known[family]
+        folder = tmp_path_factory.mktemp(family)
+        make_tiny(folder / "model", family, **FAMILIES[family])
+        (result,) = launch(folder / "run", folder / "model", vocab=VOCAB, parallel={"tp": 1})
+        return folder / "model", result
 
     return of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,13 @@ def replaying(family: str, **job: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """By family: its folder, and what one process makes of it in three steps."""
-    known: dict[str, tuple[Path, dict[str, Any]]] = {}
 
+    @cache
     def of(family: str) -> tuple[Path, dict[str, Any]]:
-        if family not in known:
-            folder = tmp_path_factory.mktemp(family)
-            save_tiny(folder / "model", MODELS[family], seed=1)
-            (result,) = launch(folder / "run", folder / "model", **replaying(family, parallel={"tp": 1}))
-            known[family] = folder / "model", result
-        return known[family]
+        folder = tmp_path_factory.mktemp(family)
+        save_tiny(folder / "model", MODELS[family], seed=1)
+        (result,) = launch(folder / "run", folder / "model", **replaying(family, parallel={"tp": 1}))
+        return folder / "model", result
 
     return of
 
