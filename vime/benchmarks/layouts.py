@@ -9,6 +9,7 @@ from typing import Any
 
 from vime.benchmarks.engines import Planned
 from vime.errors import ConfigError
+from vime.planning.assume import parse_words
 from vime.planning.masks import process_mask
 from vime.planning.plan import pool_of
 
@@ -93,7 +94,7 @@ def topology(
     return {
         "schema": "vime.topology/v1",
         "name": name or f"{residency if layout.shared else layout.kind}-on-one-node",
-        "pools": {"node": {"platform": "auto", **slots, "rates": _numbers(rates)}},
+        "pools": {"node": {"platform": "auto", **slots, "rates": parse_words(rates, option="--rate", example="gather=3e8")}},
         "roles": {
             ACTOR: {"kind": "train", "devices": layout.actor_devices, "parallel": axes},
             ROLLOUT: {"kind": "rollout", "engines": layout.engines, "parallel": {"tp": layout.engine_tp}},
@@ -101,18 +102,6 @@ def topology(
         "share": share,
         "sync": [{"from": ACTOR, "to": ROLLOUT, "require": [transport] if transport else []}],
     }
-
-
-def _numbers(words: Sequence[str]) -> dict[str, float]:
-    """NAME=NUMBER words. Raises ConfigError for another word."""
-    found = {}
-    for word in words:
-        name, _, text = word.partition("=")
-        try:
-            found[name] = float(text)
-        except ValueError:
-            raise ConfigError(f"--rate: expected NAME=NUMBER, got {word!r}", fix="for example --rate gather=3e8") from None
-    return found
 
 
 def mask_over(planned: Planned, positions: Sequence[int]) -> Mapping[str, str]:

@@ -59,8 +59,8 @@ def assumptions(
     return found
 
 
-def parse_words(words: Sequence[str]) -> dict[str, float]:
-    """`NAME=VALUE` words as numbers. Raises ConfigError."""
+def parse_words(words: Sequence[str], *, option: str = "--assume", example: str = "response_tokens=4096") -> dict[str, float]:
+    """`NAME=VALUE` words of a command's option as numbers. Raises ConfigError."""
     values: dict[str, float] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -69,7 +69,7 @@ def parse_words(words: Sequence[str]) -> dict[str, float]:
         except ValueError:
             equals = ""
         if not equals:
-            raise ConfigError(f"--assume: expected NAME=NUMBER, got {word!r}", fix="for example --assume response_tokens=4096")
+            raise ConfigError(f"{option}: expected NAME=NUMBER, got {word!r}", fix=f"for example {option} {example}")
     return values
 
 

@@ -130,3 +130,12 @@ def test_one_device_a_role() -> None:
     assert one_each("apart", node(0)) == Layout("apart", 2, 1)
     with pytest.raises(ConfigError):
         one_each("apart", node(1))
+
+
+def test_rates_of_the_command_line_are_those_of_the_pool() -> None:
+    layout = layout_of(asked(), node(8))
+    made = topology(layout, "resident", virtual=False, rates=asked("--rate", "network=25e9", "gather=3e8").rate)
+    assert made["pools"]["node"]["rates"] == {"network": 25e9, "gather": 3e8}
+    for word in ("gather", "gather=fast"):
+        with pytest.raises(ConfigError, match=f"--rate: expected NAME=NUMBER, got '{word}'"):
+            topology(layout, "resident", virtual=False, rates=[word])
